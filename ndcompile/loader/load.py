@@ -1,0 +1,146 @@
+"""Fill this rank's tensors from a safetensors checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ndcompile.loader.absence import check_absence, find_absence, log_absence, no_match
+from ndcompile.loader.assignment import Assignment, assign
+from ndcompile.loader.catalog import CheckpointError, Entry, read_catalog
+from ndcompile.loader.conversion import convert_group
+from ndcompile.loader.initialization import initialize_missing
+from ndcompile.loader.keys import ConversionGroup, resolve_keys
+from ndcompile.loader.progress import transfer_progress
+from ndcompile.loader.reading import execute, plan_reads
+from ndcompile.loader.target import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_logger = logging.getLogger("ndcompile.loader")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did on this rank. `bytes_read` counts bytes of files, `seconds` wall time."""
+
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+
+
+def load_into(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    folder: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+    strict: bool = True,
+) -> LoadReport:
+    """Fill `targets`, this rank's tensors of `model`, from the safetensors checkpoint in `folder`.
+
+    `model` is read for names, key conversion, ties and `_init_weights` only. The dtype of a target wins over the
+    checkpoint's. Each rank reads what it holds by itself: there are no collectives. Everything is checked before the
+    first byte of a tensor is read or written, with the same outcome on every rank.
+
+    A parameter that the checkpoint lacks is an error, unlike in transformers, where it is initialised anew with a
+    warning: a lost file or a wrong folder would train from noise. The exceptions are those in which transformers users
+    expect it: names in `_keys_to_ignore_on_load_missing`, ties, and the head of a model whose checkpoint is the bare
+    base model. `strict=False` gives transformers' behaviour; new values depend on the FQN alone, so that every rank
+    and mesh agrees. Missing and unexpected keys are logged once, on the rank at the origin of the mesh, worded as
+    transformers words them. `progress` shows a bar if stderr is a terminal.
+
+    Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
+    shape (all of them listed), quantized weights.
+    """
+    start = time.perf_counter()
+    catalog = read_catalog(folder)
+    _refuse_quantized(model, Path(folder))
+    keys = resolve_keys(model, catalog)
+    assignment = assign(model, targets, catalog, keys)
+    absence = find_absence(model, {target.fqn for target in assignment.missing}, keys.unexpected)
+    if targets and len(assignment.missing) == len(targets):
+        raise no_match(model, folder, catalog)
+    if strict:
+        check_absence(model, folder, keys, absence, len(targets))
+    bytes_read = _transfer(model, assignment, catalog, progress)
+    initialize_missing(model, assignment.missing)
+    if all(index == 0 for target in targets[:1] for index in target.coordinate):
+        log_absence(model, folder, absence, _logger)
+        _warn_of_unequal_ties(assignment, catalog)
+    return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
+
+
+def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:
+    """Quantized weights need their scales; cast as plain numbers they would be silently wrong."""
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    if config.get("quantization_config") or getattr(model.config, "quantization_config", None):
+        raise CheckpointError(
+            f"{folder} or the model's config has a quantization_config: quantized checkpoints cannot be loaded. If the "
+            "weights are stored in full precision, remove it."
+        )
+
+
+def _transfer(model: PreTrainedModel, assignment: Assignment, catalog: Mapping[str, Entry], progress: bool) -> int:
+    """Read everything that has a source; returns the bytes read."""
+    reads = [read for target, key in assignment.plain for read in plan_reads(catalog[key], target.rectangles())]
+    grouped = sum(catalog[key].nbytes for group, _, _ in assignment.groups for key, _ in group.sources)
+    total = sum(read.nbytes for read in reads) + grouped
+    with transfer_progress("Loading weights", total, enabled=progress) as advance:
+        bytes_read = execute(reads, advance)
+        if assignment.groups:
+            _logger.info("%d tensors are converted whole before they are sliced", len(assignment.groups))
+        for group, dtype, filled in assignment.groups:
+            bytes_read += _fill_converted(model, group, dtype, filled, catalog, advance)
+    return bytes_read
+
+
+def _fill_converted(
+    model: PreTrainedModel,
+    group: ConversionGroup,
+    dtype: torch.dtype,
+    filled: Mapping[str, Target],
+    catalog: Mapping[str, Entry],
+    advance: Callable[[int], None],
+) -> int:
+    """Read all of `group`, convert it and keep this rank's part; returns the bytes read."""
+    tensors = {key: torch.empty(catalog[key].shape, dtype=dtype) for key, _ in group.sources}
+    reads = [read for key, tensor in tensors.items() for read in plan_reads(catalog[key], [(_origin(tensor), tensor)])]
+    bytes_read = execute(reads, advance)
+    converted = convert_group(group, model, tensors.__getitem__)
+    for name, target in filled.items():
+        target.fill(converted[name])
+    return bytes_read
+
+
+def _origin(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (0,) * tensor.ndim
+
+
+def _warn_of_unequal_ties(assignment: Assignment, catalog: Mapping[str, Entry]) -> None:
+    """transformers unties such tensors; here the tie of the model stands, but not in silence."""
+    for target, key in assignment.repeated:
+        other = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
+        if catalog[key].shape == target.shape:
+            execute(plan_reads(catalog[key], target.rectangles(other)))
+            if torch.equal(other, target.tensor.detach().cpu()):
+                continue
+        _logger.warning(
+            "The tied weights mapping and config for this model specifies to tie %s to %s, but both are present in the "
+            "checkpoint with different values: those of %s are used. Set `tie_word_embeddings=False` in the config to "
+            "load both.",
+            key,
+            target.fqn,
+            target.fqn,
+        )
