@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel as _PreTrainedModel
 
+from ndcompile.loader.catalog import CheckpointError
 from ndcompile.transformers_private import guard_torch_init_functions
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def initialize_missing(model: PreTrainedModel, targets: Sequence[Target]) -> Non
     """Fill `targets` with what `model._init_weights` gives them, the same on every rank and mesh.
 
     Each tensor is made whole on the CPU, one at a time, from random numbers that depend on its FQN alone; then this
-    rank's part is copied. Raises ValueError if the model does not initialise a tensor.
+    rank's part is copied. Raises CheckpointError if the model does not initialise a tensor.
     """
     if not targets:
         return
@@ -42,7 +43,7 @@ def initialize_missing(model: PreTrainedModel, targets: Sequence[Target]) -> Non
                 parent._init_weights(module)
         value = shadow.get_parameter_or_buffer(target.fqn).detach()
         if _is_unset(value):
-            raise ValueError(f"{target.fqn} is missing and {type(model).__name__}._init_weights gives it no value")
+            raise CheckpointError(f"{target.fqn} is missing and {type(model).__name__}._init_weights gives it no value")
         target.fill(value)
         _place(shadow, target.fqn, _double(value if is_buffer else nn.Parameter(value, requires_grad=False)))
 

@@ -51,7 +51,7 @@ def load_into(
 
     `model` is read for names, key conversion, ties and `_init_weights` only. The dtype of a target wins over the
     checkpoint's. Each rank reads what it holds by itself: there are no collectives. Everything is checked before the
-    first byte of a tensor is read or written, with the same outcome on every rank.
+    first tensor is read, with the same outcome on every rank.
 
     A parameter that the checkpoint lacks is an error, unlike in transformers, where it is initialised anew with a
     warning: a lost file or a wrong folder would train from noise. The exceptions are those in which transformers users
@@ -61,7 +61,7 @@ def load_into(
     transformers words them. `progress` shows a bar if stderr is a terminal.
 
     Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
-    shape (all of them listed), quantized weights.
+    shape (all of them listed), quantized weights, a missing tensor that the model does not initialise.
     """
     start = time.perf_counter()
     catalog = read_catalog(folder)
@@ -73,8 +73,9 @@ def load_into(
         raise no_match(model, folder, catalog)
     if strict:
         check_absence(model, folder, keys, absence, len(targets))
-    bytes_read = _transfer(model, assignment, catalog, progress)
+    # Before the transfer, because it raises for a tensor that the model gives no value.
     initialize_missing(model, assignment.missing)
+    bytes_read = _transfer(model, assignment, catalog, progress)
     if all(index == 0 for target in targets[:1] for index in target.coordinate):
         log_absence(model, folder, absence, _logger)
         _warn_of_unequal_ties(assignment, catalog)
