@@ -21,7 +21,8 @@ TORCH  := torch==2.13.0
 demo: toolchain $(VENV)/.examples
 	$(BIN)/python examples/smollm2_checkpoint.py
 	$(BIN)/python examples/smollm2_reference.py
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 6 examples/smollm2_finetune.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 6 \
+	  examples/smollm2_finetune.py
 
 test: toolchain lint
 	$(BIN)/python -m pytest
