@@ -50,7 +50,7 @@ toolchain:
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
-	  f"error: Python 3.11 or newer is needed, $(PYTHON) is {v.major}.{v.minor}. Run: make PYTHON=python3.11 ...")'
+	  "error: Python 3.11 or newer is needed, $(PYTHON) is %d.%d. Run: make PYTHON=python3.11 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import os, sys, sysconfig; h = os.path.join(sysconfig.get_path("include"), "Python.h"); \
 	  os.path.exists(h) or sys.exit(f"error: {h} is missing: inductor needs it. Install the package python3-dev.")'

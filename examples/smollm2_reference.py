@@ -47,7 +47,9 @@ def main() -> None:
     REFERENCE.write_text(json.dumps({"recipe": asdict(recipe), "losses": found}, indent=2) + "\n")
     speed = recipe.reference_steps * recipe.tokens_per_step / seconds
     console.print(
-        f"reference: one process, {speed:.0f} tokens/s, losses {[round(x, 6) for x in found]}", highlight=False
+        f"reference: one process, {speed:.0f} tokens/s, losses {[round(x, 6) for x in found]}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
