@@ -37,11 +37,16 @@ def assign(
 ) -> Assignment:
     """Give every target its source: its own name first, then its aliases.
 
-    Raises CheckpointError that lists every tensor whose shape in the checkpoint is not the model's.
+    Raises CheckpointError that lists every tensor whose shape in the checkpoint is not the model's, or names one that
+    the checkpoint holds in two forms.
     """
     target_of = {name: target for target in targets for name in target.names}
     made = {group.name: _made_shapes(group, model, catalog, target_of) for group in keys.groups}
     group_of = {name: group for group in keys.groups for name in made[group.name]}
+    if twice := sorted(keys.plain.keys() & group_of.keys()):
+        raise CheckpointError(
+            f"the checkpoint holds {twice[0]} both as it is and {_describe_sources(group_of[twice[0]], catalog)}"
+        )
     plain: list[tuple[Target, str]] = []
     missing: list[Target] = []
     repeated: list[tuple[Target, str]] = []
@@ -61,14 +66,15 @@ def assign(
         else:
             group = group_of[name]
             filled.setdefault(group.name, {})[name] = target
-            tensor = made[group.name][name]
-            problems += _mismatch(target, tensor.shape, tensor.dtype, _describe_sources(group, catalog))
+            stored = catalog[group.sources[0][0]].dtype
+            problems += _mismatch(target, made[group.name][name].shape, stored, _describe_sources(group, catalog))
     if problems:
         raise CheckpointError(f"the checkpoint does not fit {type(model).__name__}:\n  " + "\n  ".join(problems))
     groups = tuple(
         (group, _cast_dtype(group, catalog, target_of), filled[group.name])
         for group in keys.groups
-        if group.name in filled
+        # A rank without a part of anything that a group makes (another's experts) need not read it.
+        if any(target.tensor.numel() for target in filled.get(group.name, {}).values())
     )
     return Assignment(tuple(plain), groups, tuple(missing), tuple(repeated))
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel as _PreTrainedModel
+from transformers import PreTrainedModel
 
+from ndcompile.errors import UnsupportedError
 from ndcompile.loader.catalog import CheckpointError
+from ndcompile.loader.target import Target
 from ndcompile.transformers_private import guard_torch_init_functions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ndcompile.loader.target import Target
 
 
 def initialize_missing(model: PreTrainedModel, targets: Sequence[Target]) -> None:
@@ -34,25 +30,40 @@ def initialize_missing(model: PreTrainedModel, targets: Sequence[Target]) -> Non
         return
     shadow = _shadow(model)
     for target in targets:
-        owner, _, name = target.fqn.rpartition(".")
-        is_buffer = name in shadow.get_submodule(owner)._buffers
-        value = _unset(target.shape, target.tensor.dtype)
-        _place(shadow, target.fqn, value if is_buffer else nn.Parameter(value, requires_grad=False))
-        with _reproducible(target.fqn):
-            for module, parent in _ancestors(shadow, owner):
-                parent._init_weights(module)
-        value = shadow.get_parameter_or_buffer(target.fqn).detach()
-        if _is_unset(value):
+        value = _initial_value(shadow, target)
+        if value is None:
             raise CheckpointError(f"{target.fqn} is missing and {type(model).__name__}._init_weights gives it no value")
         target.fill(value)
-        _place(shadow, target.fqn, _double(value if is_buffer else nn.Parameter(value, requires_grad=False)))
+
+
+def _initial_value(shadow: PreTrainedModel, target: Target) -> torch.Tensor | None:
+    """The global tensor that `_init_weights` makes for `target`, or None; `shadow` is as before afterwards."""
+    old = {name: shadow.get_parameter_or_buffer(name) for name in target.names}
+    value = _unset(target.shape, target.tensor.dtype)
+    if isinstance(old[target.fqn], nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+    for name in target.names:
+        _place(shadow, name, value)
+    try:
+        # A tied tensor may be initialised under any of its names; the module of the first that does it decides.
+        for name in target.names:
+            with _reproducible(target.fqn):
+                for module, parent in _ancestors(shadow, name.rpartition(".")[0]):
+                    parent._init_weights(module)
+            made = shadow.get_parameter_or_buffer(name).detach()
+            if not _is_unset(made):
+                return made
+        return None
+    finally:
+        for name, tensor in old.items():
+            _place(shadow, name, tensor)
 
 
 def materialize_buffers(model: PreTrainedModel, device: torch.device | str) -> None:
     """Replace every buffer of `model` that is on the meta device by its initial value on `device`, in its dtype.
 
     Parameters and buffers with real values stay as they are. A persistent buffer which `_init_weights` leaves alone is
-    NaN (or zero) until a checkpoint fills it. Raises ValueError naming a non-persistent buffer without a value.
+    NaN (or zero) until a checkpoint fills it. Raises UnsupportedError naming a non-persistent buffer without a value.
     """
     waiting = {fqn: old for fqn, old in model.named_buffers(remove_duplicate=False) if old.is_meta}
     if not waiting:
@@ -69,7 +80,8 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device | str) -> N
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
         if name in module._non_persistent_buffers_set and _is_unset(made[id(old)]):
-            raise ValueError(f"buffer {fqn} is not saved and {type(model).__name__}._init_weights gives it no value")
+            name = type(model).__name__
+            raise UnsupportedError(f"buffer {fqn} is not saved and {name}._init_weights gives it no value")
         module._buffers[name] = made[id(old)]
 
 
@@ -126,7 +138,7 @@ def _ancestors(model: PreTrainedModel, owner: str) -> list[tuple[nn.Module, PreT
     path = [(module, parent)]
     for name in filter(None, owner.split(".")):
         module = module.get_submodule(name)
-        parent = module if isinstance(module, _PreTrainedModel) else parent
+        parent = module if isinstance(module, PreTrainedModel) else parent
         path.append((module, parent))
     return path[::-1]
 

@@ -68,7 +68,7 @@ def load_into(
     _refuse_quantized(model, Path(folder))
     keys = resolve_keys(model, catalog)
     assignment = assign(model, targets, catalog, keys)
-    absence = find_absence(model, {target.fqn for target in assignment.missing}, keys.unexpected)
+    absence = find_absence(model, {name for target in assignment.missing for name in target.names}, keys.unexpected)
     if targets and len(assignment.missing) == len(targets):
         raise no_match(model, folder, catalog)
     if strict:
@@ -76,10 +76,15 @@ def load_into(
     # Before the transfer, because it raises for a tensor that the model gives no value.
     initialize_missing(model, assignment.missing)
     bytes_read = _transfer(model, assignment, catalog, progress)
-    if all(index == 0 for target in targets[:1] for index in target.coordinate):
+    if _at_origin(targets):
         log_absence(model, folder, absence, _logger)
         _warn_of_unequal_ties(assignment, catalog)
     return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
+
+
+def _at_origin(targets: Sequence[Target]) -> bool:
+    """Whether this is the one rank of the mesh that reports."""
+    return all(index == 0 for target in targets[:1] for index in target.coordinate)
 
 
 def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:
@@ -116,7 +121,7 @@ def _fill_converted(
     advance: Callable[[int], None],
 ) -> int:
     """Read all of `group`, convert it and keep this rank's part; returns the bytes read."""
-    tensors = {key: torch.empty(catalog[key].shape, dtype=dtype) for key, _ in group.sources}
+    tensors = {key: torch.empty(catalog[key].shape, dtype=dtype, device="cpu") for key, _ in group.sources}
     reads = [read for key, tensor in tensors.items() for read in plan_reads(catalog[key], [(_origin(tensor), tensor)])]
     bytes_read = execute(reads, advance)
     converted = convert_group(group, model, tensors.__getitem__)
@@ -132,7 +137,7 @@ def _origin(tensor: torch.Tensor) -> tuple[int, ...]:
 def _warn_of_unequal_ties(assignment: Assignment, catalog: Mapping[str, Entry]) -> None:
     """transformers unties such tensors; here the tie of the model stands, but not in silence."""
     for target, key in assignment.repeated:
-        other = torch.empty(target.tensor.shape, dtype=target.tensor.dtype)
+        other = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
         if catalog[key].shape == target.shape:
             execute(plan_reads(catalog[key], target.rectangles(other)))
             if torch.equal(other, target.tensor.detach().cpu()):

@@ -129,7 +129,7 @@ class _Worker:
     def _stage(self, read: Read) -> torch.Tensor:
         """The elements of `read` in the staging buffer, shaped as its destination."""
         if self._staging is None:
-            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+            self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, device="cpu")
         memory = _memory(self._staging)
         run, outer = read.run()
         if not _skips_gaps(run, outer):
@@ -143,7 +143,7 @@ class _Worker:
                 self._pread(read.file, memory[index * run : (index + 1) * run], read.offset + sum(step))
             strides = _packed_strides(read)
         itemsize = read.dtype.itemsize
-        elements = self._staging[: span - span % itemsize].view(read.dtype)
+        elements = self._staging[:span].view(read.dtype)
         return elements.as_strided(read.destination.shape, [stride // itemsize for stride in strides])
 
     def _pread(self, path: Path, memory: memoryview, offset: int) -> None:
