@@ -7,7 +7,7 @@ import torch
 from loader_support import assert_holds, on_meta, rewrite, targets_of, tiny_model
 from transformers import AutoModelForCausalLM
 
-from ndcompile.loader import CheckpointError, load_into
+from ndcompile.loader import CheckpointError, buffer_targets, load_into, materialize_buffers
 from ndcompile.loader.progress import transfer_progress
 
 PLAIN = ["llama", "qwen2", "gemma2", "gpt_neox", "gpt2", "apertus", "phi3"]
@@ -116,6 +116,33 @@ def test_two_keys_for_one_tensor_are_refused(llama, tmp_path):
     meta = on_meta(llama)
     with pytest.raises(CheckpointError, match=r"'model.norm.weight' and 'norm.weight' .* both name model.norm.weight"):
         load_into(meta, targets_of(meta), tmp_path)
+
+
+def test_targets_that_leave_out_a_saved_buffer_are_refused(tmp_path):
+    model = tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    meta = on_meta(model)
+    parameters = dict(meta.named_parameters())
+    targets = [target for target in targets_of(meta) if target.fqn in parameters]
+    with pytest.raises(ValueError, match=r"no target for .*: model.layers.1.mlp.gate.e_score_correction_bias$"):
+        load_into(meta, targets, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["apertus", "deepseek_v3"])
+def test_buffer_targets_load_every_saved_buffer_whole(tmp_path, model_type):
+    model = tiny_model(model_type)
+    for buffer in model.buffers():
+        buffer.add_(0.25)
+    model.save_pretrained(tmp_path)
+    meta = on_meta(model)
+    parameters = dict(meta.named_parameters())
+    materialize_buffers(meta, "cpu")
+    buffers = buffer_targets(meta, (2, 3), (1, 2))
+    others = [target for target in targets_of(meta, *LAST) if target.fqn in parameters]
+    load_into(meta, others + buffers, tmp_path)
+    assert buffers
+    for target in buffers:
+        assert torch.equal(meta.get_buffer(target.fqn), model.get_buffer(target.fqn))
 
 
 @pytest.mark.parametrize("lost", ["w1", "w2", "all"])

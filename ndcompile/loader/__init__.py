@@ -12,6 +12,6 @@ initialization  missing parameters, buffers that are not saved
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.initialization import materialize_buffers
 from ndcompile.loader.load import LoadReport, load_into
-from ndcompile.loader.target import Target
+from ndcompile.loader.target import Target, buffer_targets
 
-__all__ = ["CheckpointError", "LoadReport", "Target", "load_into", "materialize_buffers"]
+__all__ = ["CheckpointError", "LoadReport", "Target", "buffer_targets", "load_into", "materialize_buffers"]

@@ -62,8 +62,11 @@ def load_into(
 
     Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
     shape (all of them listed), quantized weights, a missing tensor that the model does not initialise.
+    Raises ValueError if `targets` leave out a tensor of the state dict, buffers included: it would stay unloaded in
+    silence.
     """
     start = time.perf_counter()
+    _check_complete(model, targets)
     catalog = read_catalog(folder)
     _refuse_quantized(model, Path(folder))
     keys = resolve_keys(model, catalog)
@@ -82,9 +85,16 @@ def load_into(
     return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
 
 
+def _check_complete(model: PreTrainedModel, targets: Sequence[Target]) -> None:
+    covered = {name for target in targets for name in target.names}
+    saved = [name for name in model.state_dict(keep_vars=True) if not name.endswith("_extra_state")]
+    if left_out := [name for name in saved if name not in covered]:
+        raise ValueError(f"no target for tensors that the model saves: {', '.join(left_out)}")
+
+
 def _at_origin(targets: Sequence[Target]) -> bool:
     """Whether this is the one rank of the mesh that reports."""
-    return all(index == 0 for target in targets[:1] for index in target.coordinate)
+    return all(index == 0 for target in targets for index in target.coordinate)
 
 
 def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.layout import boxes, local_shape, narrow
@@ -50,3 +52,20 @@ class Target:
         """Copy this rank's part of the global tensor `value`."""
         for offset, view in self.rectangles():
             view.copy_(narrow(value, offset, view.shape))
+
+
+def buffer_targets(model: nn.Module, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> list[Target]:
+    """Targets that fill the buffers which `model` saves, replicated; shared ones once.
+
+    The buffers need memory: see `materialize_buffers`.
+    """
+    saved = model.state_dict(keep_vars=True).keys()
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            names.setdefault(id(buffer), []).append(name)
+    placements = (Replicate(),) * len(mesh_shape)
+    return [
+        Target(fqn, buffer := model.get_buffer(fqn), buffer.shape, placements, mesh_shape, coordinate, tuple(aliases))
+        for fqn, *aliases in names.values()
+    ]
