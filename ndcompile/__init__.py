@@ -1,0 +1,28 @@
+"""ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
+
+from ndcompile.compiler import compile, data_rank, data_world_size, load
+from ndcompile.errors import (
+    AgreementError,
+    CaptureError,
+    MeshError,
+    NdcompileError,
+    PlanError,
+    UnsupportedError,
+    VerifyError,
+)
+from ndcompile.mesh import init_mesh
+
+__all__ = [
+    "AgreementError",
+    "CaptureError",
+    "MeshError",
+    "NdcompileError",
+    "PlanError",
+    "UnsupportedError",
+    "VerifyError",
+    "compile",
+    "data_rank",
+    "data_world_size",
+    "init_mesh",
+    "load",
+]

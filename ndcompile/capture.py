@@ -1,0 +1,282 @@
+"""Capture: the model's forward as one FX graph on fake tensors, in the shapes that one rank computes with.
+
+Parameters are replaced by fakes of their tp-local shape and plan modules emit `redistribute` nodes, so that the graph
+is already the rank's program; no DTensor is dispatched in it. Nothing in it depends on the rank: the rank's index is an
+input.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ndcompile.boundaries import TensorParallelAxis, install_boundaries
+from ndcompile.call import Call
+from ndcompile.errors import CaptureError
+from ndcompile.mesh import StorageMesh
+from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.torch_private import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    TracingContext,
+    make_fx,
+    tracing,
+)
+from ndcompile.transformers_private import unpacked_positions
+
+PARAMETER, BUFFER, COORDINATE, SEEDS, ARGUMENT = "parameter", "buffer", "coordinate", "seeds", "argument"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What a placeholder stands for: `name` is an FQN for parameters and buffers, a path for arguments."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class Captured:
+    """A captured graph.
+
+    Placeholders carry `meta["input"]` (GraphInput); all nodes `meta["val"]` (fake tensor), `meta["differentiable"]` and
+    `meta["custom"]["module"]` (FQN of the module that made them).
+    """
+
+    module: fx.GraphModule
+    output_spec: pytree.TreeSpec
+    fake_mode: FakeTensorMode
+    batch: Any
+    sequence: Any
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return self.module.graph.find_nodes(op="placeholder")
+
+    def serves(self, batch: int, sequence: int) -> bool:
+        """Whether what was assumed of the symbolic sizes while tracing and compiling holds for these sizes."""
+        env = self.fake_mode.shape_env
+        values = {s.node.expr: v for s, v in ((self.batch, batch), (self.sequence, sequence)) if not isinstance(s, int)}
+        if not values:
+            return (self.batch, self.sequence) == (batch, sequence)
+        return all(bool(guard.expr.subs(values)) for guard in env.guards)
+
+
+class Shadow:
+    """A copy of the model for tracing: no weights, plan modules wrapped. The user's model stays as it is."""
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
+        self.plan, self.device = plan, mesh.device
+        self.module = copy_without_weights(model)
+        _forget_cache(self.module.config)
+        self.tp = TensorParallelAxis(mesh.axes["tp"]) if mesh.size("tp") > 1 else None
+        if self.tp is not None:
+            install_boundaries(self.module, plan, self.tp)
+        self.modules = dict(self.module.named_modules())
+
+    def follow(self, model: nn.Module) -> None:
+        """Take over what may change between captures: training flags."""
+        for name, module in model.named_modules():
+            self.modules[name].training = module.training
+
+
+def copy_without_weights(model: nn.Module) -> Any:
+    """A deep copy on the meta device, ties kept. Hooks of the top module stay behind: they run outside the graph."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device="meta")
+    state = {key: model.__dict__[key] for key in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")}
+    for key in state:
+        memo[id(state[key])] = type(state[key])()
+    return copy.deepcopy(model, memo)
+
+
+def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Captured:
+    """Trace one call of `model` (for its training flags, dtypes and requires_grad) on `shadow`.
+
+    `dynamic` makes batch and sequence symbolic. Raises CaptureError with the user's source line for data-dependent
+    control flow, shapes that do not fit, and whatever else stops the trace.
+    """
+    shadow.follow(model)
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    batch, sequence = _sizes(fake_mode, call, dynamic)
+    inputs, fakes = _fake_inputs(shadow, model, call, fake_mode, batch, sequence)
+    specs: list[pytree.TreeSpec] = []
+
+    def program(*flat: Tensor) -> list[Any]:
+        output = _run(shadow, call, inputs, flat)
+        leaves, spec = pytree.tree_flatten(output)
+        specs.append(spec)
+        return leaves
+
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(tracing(TracingContext(fake_mode)))
+            stack.enter_context(fx_traceback.preserve_node_meta())
+            stack.enter_context(_named_modules(shadow.module))
+            if "position_ids" not in call.names:
+                stack.enter_context(unpacked_positions())
+            tracer = make_fx(
+                program, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True,
+                record_stack_traces=True,
+            )  # fmt: skip
+            module = tracer(*fakes)
+    except Exception as error:
+        raise CaptureError(_explain(error, shadow.module)) from error
+    for node, spec, fake in zip(module.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
+        node.meta["input"], node.meta["val"] = spec, fake
+    module.graph.eliminate_dead_code()
+    mark_differentiable(module.graph)
+    return Captured(module, specs[-1], fake_mode, batch, sequence)
+
+
+def mark_differentiable(graph: fx.Graph) -> None:
+    """Set `meta["differentiable"]`: whether a gradient flows back through the node. (Traced values are detached.)"""
+    enabled = True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            differentiable = value.requires_grad
+        else:
+            carries = any(source.meta["differentiable"] for source in node.all_input_nodes)
+            floating = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            differentiable = enabled and carries and floating and node.target is not torch.ops.aten.detach.default
+        node.meta["differentiable"] = differentiable
+
+
+def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequence[Tensor]) -> Any:
+    """Call the shadow on the traced tensors."""
+    arguments = []
+    for spec, tensor in zip(inputs, flat, strict=True):
+        if spec.kind == PARAMETER:
+            entry = shadow.plan.by_name[spec.name]
+            for name in (entry.fqn, *entry.aliases):
+                owner, _, attribute = name.rpartition(".")
+                shadow.modules[owner]._parameters[attribute] = tensor  # type: ignore[assignment]
+        elif spec.kind == BUFFER:
+            owner, _, attribute = spec.name.rpartition(".")
+            shadow.modules[owner]._buffers[attribute] = tensor
+        elif spec.kind == COORDINATE:
+            assert shadow.tp is not None
+            shadow.tp.coordinate = tensor
+        elif spec.kind == ARGUMENT:
+            arguments.append(tensor)
+    return shadow.module(**call.with_tensors(arguments))
+
+
+def _fake_inputs(
+    shadow: Shadow, model: nn.Module, call: Call, fake_mode: FakeTensorMode, batch: Any, sequence: Any
+) -> tuple[list[GraphInput], list[Tensor]]:
+    """Every graph input with its fake: parameters in tp-local shape, buffers, the tp index, the call's tensors."""
+    device, inputs, fakes = shadow.device, [], []
+    stored = dict(model.named_parameters())
+    with fake_mode:
+        for entry in shadow.plan.parameters:
+            real = stored[entry.fqn]
+            fake = torch.empty(entry.compute_shape, dtype=shadow.plan.compute_dtype(real.dtype), device=device)
+            inputs.append(GraphInput(PARAMETER, entry.fqn))
+            fakes.append(fake.requires_grad_(real.requires_grad))
+        for name, buffer in model.named_buffers():
+            inputs.append(GraphInput(BUFFER, name))
+            fakes.append(torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        if shadow.tp is not None:
+            inputs.append(GraphInput(COORDINATE, "tp"))
+            fakes.append(torch.empty((), dtype=torch.int64, device=device))
+        for name, tensor in zip(call.tensor_names, call.tensors, strict=True):
+            shape = call.symbolic_shape(tensor, batch, sequence)
+            fake = torch.empty(shape, dtype=tensor.dtype, device=device if tensor.ndim else tensor.device)
+            inputs.append(GraphInput(ARGUMENT, name))
+            fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return inputs, fakes
+
+
+def _sizes(fake_mode: FakeTensorMode, call: Call, dynamic: bool) -> tuple[Any, Any]:
+    """Batch and sequence: numbers, or symbols whose hints are distinct and above 1, so that neither is specialised."""
+    if not dynamic:
+        return call.batch, call.sequence
+    env = fake_mode.shape_env
+    batch_hint, sequence_hint = max(call.batch, 2), max(call.sequence, 2)
+    if batch_hint == sequence_hint:
+        batch_hint += 1
+
+    def symbol(name: str, hint: int) -> Any:
+        source = ConstantSource(name)
+        created = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return env.create_symintnode(created, hint=hint, source=source)
+
+    return symbol("batch", batch_hint), symbol("sequence", sequence_hint)
+
+
+class _named_modules:
+    """While active, nodes carry the FQN of the module whose forward made them in `meta["custom"]["module"]`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+
+    def __enter__(self) -> None:
+        for name, module in self.module.named_modules():
+            self.wrapped.append((module, module.__dict__.get("forward")))
+            module.forward = _annotated(module.forward, name)
+
+    def __exit__(self, *_: object) -> None:
+        for module, forward in self.wrapped:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    import functools
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with fx_traceback.annotate({"module": name}):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def _forget_cache(config: Any) -> None:
+    """Training and evaluation graphs return no key-value cache unless asked: see call.py."""
+    for part in [config, *(v for v in vars(config).values() if hasattr(v, "use_cache"))]:
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
+
+
+def _explain(error: Exception, module: nn.Module) -> str:
+    """The innermost frame of model code, and what happened there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    model_frames = [f for f in frames if "/transformers/models/" in f.filename or f.filename.endswith(_file_of(module))]
+    where = f"{model_frames[-1].filename}:{model_frames[-1].lineno}: {model_frames[-1].line}" if model_frames else ""
+    return (
+        f"{type(module).__name__} could not be captured as one graph. {type(error).__name__}: "
+        f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}\n  at {where or frames[-1]}\n"
+        "Control flow that depends on tensor values, and code that fixes global sizes (heads, vocabulary), cannot be "
+        "captured in a rank's shapes."
+    )
+
+
+def _file_of(module: nn.Module) -> str:
+    import inspect
+
+    try:
+        return inspect.getfile(type(module))
+    except TypeError:
+        return "<unknown>"

@@ -1,0 +1,120 @@
+"""The public calls: compile a model, load weights into it, ask for its data rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.compiled_model import CompiledModel
+from ndcompile.errors import MeshError, NdcompileError
+from ndcompile.loader import LoadReport
+from ndcompile.lower import BACKENDS
+from ndcompile.mesh import USER_AXES, config_sizes, init_mesh, mesh_sizes, storage_mesh
+from ndcompile.pipeline import check_disabled
+from ndcompile.refusals import check_model, check_options
+
+
+def compile(
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None = None,
+    *,
+    distributed_config: DistributedConfig | dict | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    backend: str = "inductor",
+    dynamic: bool | None = None,
+    disable_passes: Collection[str] = (),
+) -> PreTrainedModel:
+    """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
+
+    model: a transformers model, usually on the meta device. One with real weights is sliced in place.
+    mesh: axes named out of dp_replicate, fsdp, tp, in any order or subset; without names, 1-D, it means tp. None
+        builds it from the config with `init_mesh`.
+    distributed_config: plans to override (`tp_plan`, `fsdp_plan`), `fsdp_mixed_precision`. Defaults to
+        `model.config.distributed_config`. Sizes come from the mesh; a config that asks for others is an error.
+    checkpoint: folder of safetensors; each rank reads the bytes of its own slices.
+    backend: "inductor", or "aot_eager" to run the same graph without inductor.
+    dynamic: None captures the first sizes as they are, and with symbolic batch and sequence when they change; True
+        starts symbolic; False captures every size anew.
+    disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
+
+    The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
+    replaced by DTensors.
+
+    Raises MeshError, PlanError, UnsupportedError or CheckpointError before any collective, on every rank.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
+    check_disabled(disable_passes)
+    check_model(model)
+    config = _config(model, distributed_config)
+    check_options(config)
+    mesh = _mesh(mesh, config)
+    compiled = CompiledModel(
+        model, storage_mesh(mesh), config, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+    )
+    compiled.bind()
+    if checkpoint is not None:
+        compiled.load(checkpoint)
+    return model
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
+    """Fill a compiled model from a folder of safetensors, each rank reading its own bytes. No collectives.
+
+    Parameters keep their identity, so an optimizer may exist already. See `ndcompile.loader.load_into` for `strict` and
+    for what is refused.
+    """
+    return compiled_model(model).load(folder, strict=strict)
+
+
+def data_rank(model: nn.Module) -> int:
+    """Which of the `data_world_size` different batches this rank takes. Ranks of a tp group share one."""
+    return compiled_model(model).mesh.data_rank
+
+
+def data_world_size(model: nn.Module) -> int:
+    """How many ranks take different batches: dp_replicate x fsdp."""
+    return compiled_model(model).mesh.data_world_size
+
+
+def compiled_model(model: nn.Module) -> CompiledModel:
+    """The CompiledModel behind a compiled model. Raises NdcompileError when `model` was not compiled."""
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, CompiledModel):
+        raise NdcompileError(f"{type(model).__name__} was not compiled with ndcompile.compile.")
+    return forward
+
+
+def _config(model: PreTrainedModel, given: DistributedConfig | dict | None) -> DistributedConfig:
+    config = given if given is not None else getattr(model.config, "distributed_config", None)
+    if config is None:
+        return DistributedConfig()
+    return DistributedConfig.from_dict(config) if isinstance(config, dict) else config
+
+
+def _mesh(mesh: DeviceMesh | None, config: DistributedConfig) -> DeviceMesh:
+    """The user's mesh, checked against the config, or one built from the config."""
+    if mesh is None:
+        return init_mesh(config)
+    if not dist.is_initialized():
+        raise MeshError("The mesh's process group is gone: torch.distributed is not initialized.")
+    sizes, asked = mesh_sizes(mesh), config_sizes(config)
+    if any(size > 1 for size in asked.values()) and asked != sizes:
+        raise MeshError(
+            f"The mesh has {_spell(sizes)}, but distributed_config asks for {_spell(asked)}. Make them agree, or leave "
+            "the sizes out of distributed_config: they come from the mesh."
+        )
+    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise MeshError(f"The mesh is on {mesh.device_type}, which is not available here.")
+    return mesh
+
+
+def _spell(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={sizes[name]}" for name in USER_AXES)

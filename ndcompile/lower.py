@@ -1,0 +1,67 @@
+"""Lower a graph with distributed nodes: AOTAutograd, partition into forward and backward, inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ndcompile.capture import Captured
+from ndcompile.partition import Partitioner
+from ndcompile.torch_private import (
+    TracingContext,
+    aot_autograd,
+    compile_fx,
+    select_decomp_table,
+    tracing,
+)
+
+BACKENDS = ("inductor", "aot_eager")
+
+Compiled = Callable[..., Sequence[Tensor]]
+
+
+def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
+    """Compile the graph; the result takes the graph's inputs in order and is differentiable.
+
+    `aot_eager` runs the same partitioned graphs without inductor. Autocast is off while lowering and running: the
+    casts of the call that was captured are nodes of the graph.
+    """
+    module = captured.module
+    module.recompile()
+    partitioner = Partitioner()
+    fakes = [node.meta["val"] for node in captured.placeholders]
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(captured.fake_mode)))
+        stack.enter_context(no_autocast())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        if backend == "inductor":
+            stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
+            return compile_fx(module, fakes, inner_compile=partitioner.recording_inner_compile()), partitioner
+        compiler = aot_autograd(
+            fw_compiler=partitioner.record_and_run,
+            inference_compiler=partitioner.record_and_run,
+            bw_compiler=partitioner.record_and_run,
+            partition_fn=partitioner,
+            decompositions=select_decomp_table(),
+        )
+        return compiler(module, fakes), partitioner
+
+
+def no_autocast() -> ExitStack:
+    """Context with autocast off on every device that has it on."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def readable(module: fx.GraphModule) -> str:
+    """The graph as text, for dumps."""
+    return module.print_readable(print_output=False)

@@ -1,0 +1,125 @@
+"""Partition the joint graph into forward and backward, and keep both for inspection.
+
+Weights of `free_full_weight` modules are gathered again in backward: everything between the stored shard and the matrix
+product (all-gather, wait, views) is tagged to be recomputed, so that the shard is saved instead of the full weight.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ndcompile.torch_private import (
+    CustomPartitionerFn,
+    compile_fx_inner,
+    get_hash_for_files,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+
+aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+
+GATHER_AGAIN = 1_000_000
+"""`ac_graph_id` of re-gathered weights: above every checkpointed layer's, see passes/checkpoint_layers.py."""
+
+LAYOUT_OPS = {
+    aten.alias.default,
+    aten.cat.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+    operator.getitem,
+    collectives.wait_tensor.default,
+}
+"""What stands between an all-gather and the use of the full weight."""
+
+
+class Partitioner(CustomPartitionerFn):
+    """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled."""
+
+    def __init__(self) -> None:
+        self.forward: fx.GraphModule | None = None
+        self.backward: fx.GraphModule | None = None
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        tag_regathered_weights(gm)
+        kwargs.setdefault("compiler", "inductor")
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self.forward, self.backward = forward, backward
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Part of inductor's cache key: the same source gives the same partition."""
+        return get_hash_for_files((__file__,))
+
+    def record_and_run(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
+        """Compiler of the `aot_eager` backend: run the graph as it is."""
+        if self.forward is None:
+            self.forward = gm
+        return make_boxed_func(gm.forward)
+
+    def recording_inner_compile(self) -> Callable[..., Any]:
+        """Inductor's compiler, keeping an inference graph, which no partition sees."""
+
+        def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[object], **kwargs: Any) -> Any:
+            if self.forward is None:
+                self.forward = gm
+            return compile_fx_inner(gm, example_inputs, **kwargs)
+
+        return inner_compile
+
+    def collective_counts(self) -> dict[str, Counter[str]]:
+        """Collectives of the forward and the backward graph by kind."""
+        graphs = {"forward": self.forward, "backward": self.backward}
+        return {name: count_collectives(gm) for name, gm in graphs.items() if gm is not None}
+
+
+def count_collectives(gm: fx.GraphModule) -> Counter[str]:
+    """How often each collective of `_c10d_functional` occurs; waits are not counted."""
+    return Counter(
+        node.target._opname
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "_c10d_functional"
+        and node.target is not collectives.wait_tensor.default
+    )
+
+
+def tag_regathered_weights(joint: fx.GraphModule) -> int:
+    """Mark the chain of every `free_full_weight` gather MUST_RECOMPUTE; returns the number of gathers."""
+    chain: set[fx.Node] = set()
+    gathers = 0
+    for node in joint.graph.nodes:
+        starts = node.target is collectives.all_gather_into_tensor.default and _is_regathered(node)
+        if starts:
+            gathers += 1
+            chain.update(_back_to_shard(node))
+        if starts or (node.target in LAYOUT_OPS and node.all_input_nodes and chain.issuperset(node.all_input_nodes)):
+            chain.add(node)
+    for node in chain:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = GATHER_AGAIN
+    return gathers
+
+
+def _is_regathered(node: fx.Node) -> bool:
+    return node.meta.get("custom", {}).get("unshard") == "free_full_weight" and _back_to_shard(node) is not None
+
+
+def _back_to_shard(node: fx.Node) -> list[fx.Node]:
+    """The nodes (casts, copies) between a stored shard and its gather."""
+    path: list[fx.Node] = []
+    while len(node.all_input_nodes) == 1 and node.all_input_nodes[0].op != "placeholder":
+        node = node.all_input_nodes[0]
+        path.append(node)
+    return path

@@ -1,0 +1,40 @@
+"""What a pass may know besides the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ndcompile.mesh import Axis, StorageMesh
+from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.torch_private import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """The plan, the mesh, the dtypes in which parameters are stored now, and the fake mode of the capture.
+
+    checkpointed: FQNs of layers whose activations are recomputed in backward, in order.
+    """
+
+    plan: ShardingPlan
+    mesh: StorageMesh
+    stored_dtypes: Mapping[str, torch.dtype]
+    fake_mode: FakeTensorMode
+    checkpointed: tuple[str, ...] = ()
+
+    def axis(self, name: str) -> Axis | None:
+        """An axis of the mesh; None when its size is 1."""
+        return self.mesh.axes.get(name)
+
+    @property
+    def mean(self) -> str:
+        return self.mesh.mean
+
+    def fake(self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
+        """A fake tensor on the mesh's device."""
+        with self.fake_mode:
+            return torch.empty(shape, dtype=dtype, device=self.mesh.device).requires_grad_(requires_grad)

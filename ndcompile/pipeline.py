@@ -1,0 +1,58 @@
+"""The passes in order. Each may be disabled by name, and the graph is verified after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import fx
+
+from ndcompile.capture import Captured
+from ndcompile.pass_context import PassContext
+from ndcompile.passes.checkpoint_layers import checkpoint_layers
+from ndcompile.passes.merge_boundaries import merge_boundaries
+from ndcompile.passes.unshard_parameters import unshard_parameters
+from ndcompile.verifier import verify
+
+Pass = Callable[[fx.Graph, PassContext], None]
+
+PASSES: tuple[Pass, ...] = (
+    merge_boundaries,
+    checkpoint_layers,
+    unshard_parameters,
+)
+
+REQUIRED = frozenset({"unshard_parameters"})
+"""Passes without which the graph would not compute the model."""
+
+
+def pass_names() -> list[str]:
+    return [p.__name__ for p in PASSES]
+
+
+def check_disabled(names: Collection[str]) -> None:
+    """Raises ValueError for names that are no passes, or passes that the result depends on."""
+    if unknown := set(names) - set(pass_names()):
+        raise ValueError(f"disable_passes names {sorted(unknown)}, which are no passes. Passes: {pass_names()}.")
+    if needed := set(names) & REQUIRED:
+        raise ValueError(f"Passes {sorted(needed)} cannot be disabled: the graph needs them to be right.")
+
+
+def run_passes(
+    captured: Captured,
+    context: PassContext,
+    disabled: Collection[str] = (),
+    observe: Callable[[str, fx.GraphModule], None] | None = None,
+) -> None:
+    """Run all passes on the captured graph; `observe(name, module)` sees it at the start and after each pass."""
+    graph = captured.module.graph
+    if observe:
+        observe("captured", captured.module)
+    for run in PASSES:
+        if run.__name__ in disabled:
+            continue
+        run(graph, context)
+        verify(graph, context, after=run.__name__)
+        if observe:
+            captured.module.recompile()
+            observe(run.__name__, captured.module)
+    captured.module.recompile()

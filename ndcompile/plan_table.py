@@ -1,0 +1,63 @@
+"""A sharding plan as a terminal table: one line for all layers that are placed alike."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from math import prod
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from ndcompile.sharding_plan import ParameterPlan, ShardingPlan
+
+
+def plan_table(plan: ShardingPlan, width: int = 118) -> str:
+    """Text of the plan, `width` columns at most."""
+    mesh = " x ".join(f"{name}={size}" for name, size in plan.sizes.items() if size > 1) or "one rank"
+    table = Table(title=f"{plan.model} on {mesh}", title_justify="left")
+    for column in ("parameter", "n"):
+        table.add_column(column)
+    for column in ("global shape", "tp", "fsdp", "local shape", "tp style", "after forward"):
+        table.add_column(column, no_wrap=True)
+    for name, group in _fold(plan).items():
+        first = group[0]
+        table.add_row(
+            name + "".join(f"\n= {alias}" for alias in first.aliases),
+            str(len(group)),
+            _shape(first.shape),
+            _placement(first.tp),
+            _placement(first.fsdp),
+            _shape(first.storage_shape),
+            first.style if plan.sizes["tp"] > 1 else "",
+            first.fsdp_style.split("_")[0] if plan.sizes["fsdp"] > 1 else "",
+        )
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    total = sum(prod(p.shape) for p in plan.parameters)
+    local = sum(prod(p.storage_shape) for p in plan.parameters)
+    console.print(f"{total:,} parameters, {local:,} on a rank; {len(plan.modules)} boundary modules")
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def _fold(plan: ShardingPlan) -> dict[str, list[ParameterPlan]]:
+    groups: dict[tuple[object, ...], list[ParameterPlan]] = defaultdict(list)
+    for p in plan.parameters:
+        name = re.sub(r"\.\d+\.", ".*.", p.fqn)
+        groups[name, p.shape, str(p.tp), str(p.fsdp), p.style, p.fsdp_style].append(p)
+    folded: dict[str, list[ParameterPlan]] = {}
+    for key, group in groups.items():
+        name = str(key[0]) if len(group) > 1 else group[0].fqn
+        folded[name if name not in folded else group[0].fqn] = group
+    return folded
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _placement(placement: Placement) -> str:
+    return "" if isinstance(placement, Replicate) else str(placement).replace("_", "")

@@ -1,0 +1,178 @@
+"""The one table: what a change of layout along one mesh axis does, forward and backward.
+
+A boundary in the graph is one node `redistribute(x, group, size, src, dst)`. Per axis a value is
+
+    I     invariant: equal on all ranks, and every rank does the same with it, so its gradient is equal too
+    R     replicated: equal on all ranks, but used on different shards, so its gradient arrives partial
+    P     partial: the true value is the sum over the ranks
+    S(d)  sharded on dim d, in torch.chunk order
+
+These are the types of `spmd_types`. I and R hold the same numbers; keeping them apart is what makes the backward of
+every pair unambiguous. The nodes are composite operators: a graph that contains them can be run, differentiated and
+traced as it is, and tracing turns them into `_c10d_functional` collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INVARIANT, REPLICATED, PARTIAL = "I", "R", "P"
+
+collectives = torch.ops._c10d_functional
+
+
+def shard(dim: int) -> str:
+    """The type of a value sharded on `dim`."""
+    return f"S({dim})"
+
+
+def shard_dim(kind: str) -> int:
+    """The dim of `S(dim)`."""
+    return int(kind[2:-1])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One redistribution as the primitives see it.
+
+    `size` is the number of ranks of `group`; `full` the size of the sharded dim over all ranks, which the last shards
+    need not fill (shards are padded to equal size); `coordinate` this rank's index, a 0-dim tensor, so that no rank's
+    number is baked into the graph.
+    """
+
+    group: str
+    size: int
+    dim: int
+    full: int
+    coordinate: Tensor | None
+
+
+def all_reduce(x: Tensor, step: Step) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", step.group))
+
+
+def all_gather(x: Tensor, step: Step) -> Tensor:
+    """Concatenate the ranks' equal shards on `dim`; drop the padding behind `full`."""
+    gathered = collectives.all_gather_into_tensor(x.contiguous(), step.size, step.group)
+    gathered = collectives.wait_tensor(gathered)
+    if step.dim != 0:
+        gathered = torch.cat(gathered.chunk(step.size, 0), step.dim)
+    return gathered.narrow(step.dim, 0, step.full)
+
+
+def reduce_scatter(x: Tensor, step: Step, op: str = "sum") -> Tensor:
+    """Sum over the ranks and keep this rank's shard of `dim`, padded to equal size."""
+    x = _pad(x, step)
+    if step.dim != 0:
+        x = torch.cat(x.chunk(step.size, step.dim), 0)
+    scattered = collectives.reduce_scatter_tensor(x.contiguous(), op, step.size, step.group)
+    return collectives.wait_tensor(scattered)
+
+
+def narrow(x: Tensor, step: Step) -> Tensor:
+    """This rank's shard of an invariant value, padded to equal size."""
+    assert step.coordinate is not None
+    x = _pad(x, step)
+    shards = x.unflatten(step.dim, (step.size, x.shape[step.dim] // step.size))
+    return shards.index_select(step.dim, step.coordinate.reshape(1)).squeeze(step.dim)
+
+
+def identity(x: Tensor, step: Step) -> Tensor:
+    return x.view_as(x)
+
+
+Primitive = Callable[[Tensor, Step], Tensor]
+
+REDISTRIBUTE: dict[tuple[str, str], tuple[Primitive, Primitive]] = {
+    # (src, dst): (forward, backward)
+    ("I", "R"): (identity, all_reduce),  # into colwise; a replicated parameter used on shards
+    ("P", "I"): (all_reduce, identity),  # out of rowwise
+    ("S", "I"): (all_gather, narrow),  # colwise output gathered
+    ("S", "R"): (all_gather, reduce_scatter),  # sequence shards into colwise
+    ("P", "S"): (reduce_scatter, all_gather),  # rowwise onto sequence shards
+    ("I", "S"): (narrow, all_gather),  # entering shards
+}
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, step: Step, move: Primitive, back: Primitive) -> Tensor:  # type: ignore[override]
+        ctx.step, ctx.back = step, back
+        return move(x, step)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return ctx.back(grad, ctx.step), None, None, None
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather a parameter; its gradient is reduced in the parameter's own dtype, as a mean over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str) -> Tensor:  # type: ignore[override]
+        ctx.step, ctx.dtype, ctx.mean = step, x.dtype, mean
+        return all_gather(x.to(dtype), step)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        grad, step = grad.to(ctx.dtype), ctx.step
+        if ctx.mean == "avg":
+            return reduce_scatter(grad, step, "avg"), None, None, None
+        return reduce_scatter(grad, step) / step.size, None, None, None
+
+
+class _AverageGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: str, size: int, mean: str) -> Tensor:  # type: ignore[override]
+        ctx.group, ctx.size, ctx.mean = group, size, mean
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        op = "avg" if ctx.mean == "avg" else "sum"
+        grad = collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), op, ctx.group))
+        return grad if op == "avg" else grad / ctx.size, None, None, None
+
+
+def _redistribute(
+    x: Tensor, group: str, size: int, src: str, dst: str, full: int | None = None, coordinate: Tensor | None = None
+) -> Tensor:
+    sharded = src if src.startswith("S") else dst
+    dim = shard_dim(sharded) % x.ndim if sharded.startswith("S") else 0
+    if full is None:  # even shards
+        full = x.shape[dim] * (size if src.startswith("S") else 1)
+    move, back = REDISTRIBUTE[src[0], dst[0]]
+    return _Redistribute.apply(x, Step(group, size, dim, full, coordinate), move, back)
+
+
+def _unshard(x: Tensor, group: str, size: int, dim: int, full: int, dtype: torch.dtype, mean: str) -> Tensor:
+    return _Unshard.apply(x, Step(group, size, dim, full, None), dtype, mean)
+
+
+def _pad(x: Tensor, step: Step) -> Tensor:
+    padding = -x.shape[step.dim] % step.size
+    if isinstance(padding, int) and padding == 0:
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - step.dim) + [0, padding])
+
+
+_library = torch.library.Library("ndcompile", "DEF")
+_library.define(
+    "redistribute(Tensor x, str group, int size, str src, str dst, SymInt? full=None, Tensor? coordinate=None)"
+    " -> Tensor"
+)
+_library.define(
+    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean) -> Tensor"
+)
+_library.define("average_gradient(Tensor x, str group, int size, str mean) -> Tensor")
+_library.impl("redistribute", _redistribute, "CompositeImplicitAutograd")
+_library.impl("unshard", _unshard, "CompositeImplicitAutograd")
+_library.impl("average_gradient", _AverageGradient.apply, "CompositeImplicitAutograd")
+
+redistribute = torch.ops.ndcompile.redistribute.default
+unshard = torch.ops.ndcompile.unshard.default
+average_gradient = torch.ops.ndcompile.average_gradient.default

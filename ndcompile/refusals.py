@@ -1,0 +1,93 @@
+"""What a compiled model refuses, by name, in one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.errors import UnsupportedError
+
+METHODS = {
+    "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an uncompiled "
+    "copy of the model.",
+    "save_pretrained": "save_pretrained() of a compiled model is not supported yet. Save with torch.distributed."
+    "checkpoint (state_dict() holds DTensors), or gather parameter.full_tensor() on every rank.",
+    "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize first, then call ndcompile.compile.",
+    "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
+    "set_attn_implementation": "set_attn_implementation() of a compiled model has no effect. Set it before "
+    "ndcompile.compile.",
+    "set_experts_implementation": "set_experts_implementation() of a compiled model has no effect. Set it before "
+    "ndcompile.compile.",
+}
+
+
+def refuse_methods(model: nn.Module) -> None:
+    """Make the methods that cannot work raise their sentence."""
+    for name, sentence in METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, _raiser(sentence))
+
+
+def refuse_inner_calls(model: nn.Module) -> None:
+    """Inner modules hold sharded weights: only the top module can be called."""
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_pre_hook(_inner_raiser(name, type(model).__name__))
+
+
+def check_model(model: Any) -> None:
+    """Raises UnsupportedError for models that are wrapped, hooked or compiled already, TypeError for other objects."""
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model)
+        if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+            raise UnsupportedError(
+                f"The model is wrapped in {kind.__name__}. Pass the plain transformers model: ndcompile shards it itself."
+            )
+        raise TypeError(f"ndcompile.compile takes a transformers PreTrainedModel, not {kind.__module__}.{kind.__name__}.")
+    name = type(model).__name__
+    if name.startswith("FSDP") or any(type(m).__name__.startswith("FSDP") for m in model.modules()):
+        raise UnsupportedError(f"{name} was wrapped by fully_shard. Pass the plain model: ndcompile shards it itself.")
+    if type(model.__dict__.get("forward")).__name__ == "CompiledModel":
+        raise UnsupportedError(f"{name} is compiled already.")
+    if hasattr(model, "_hf_hook") or any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise UnsupportedError(f"{name} carries accelerate hooks (device_map or dispatch_model). Load it without them.")
+    if getattr(model, "_device_mesh", None) is not None or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise UnsupportedError(
+            f"{name} was distributed by from_pretrained(distributed_config=...). Load it without, or build it on meta."
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError(f"{name} is quantized, which ndcompile cannot shard yet.")
+    for fqn, module in model.named_modules():
+        if fqn and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+            raise UnsupportedError(
+                f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
+            )
+
+
+def check_options(config: DistributedConfig) -> None:
+    """Raises UnsupportedError for options of DistributedConfig that are not implemented yet."""
+    if config.fsdp_cpu_offload:
+        raise UnsupportedError("fsdp_cpu_offload=True is not supported yet. Leave it off.")
+    if config.enable_sequence_parallel:
+        raise UnsupportedError("enable_sequence_parallel=True is not supported yet. Leave it off.")
+
+
+def _raiser(sentence: str):
+    def refuse(*args: Any, **kwargs: Any):
+        raise UnsupportedError(sentence)
+
+    return refuse
+
+
+def _inner_raiser(name: str, model: str):
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise UnsupportedError(
+            f"{name!r} is part of a compiled {model}: its weights are shards, and only the whole model can be called. "
+            "Ask it for output_hidden_states=True, or compile the part that you need by itself."
+        )
+
+    return refuse

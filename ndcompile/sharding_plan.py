@@ -1,0 +1,267 @@
+"""The sharding plan: frozen data that says where every parameter lives and which modules are boundaries.
+
+It is a pure function of the model's shapes, the axis sizes and transformers' plans; no process group, no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.errors import PlanError
+from ndcompile.styles import STYLES
+from ndcompile.torch_private import StridedShard
+
+KEEP, FREE = "keep_full_weight", "free_full_weight"
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One stored tensor. Tied parameters are one ParameterPlan with `aliases`.
+
+    shape: global. tp, fsdp: placement on these axes; dp_replicate always replicates.
+    tp_size, fsdp_size: axis sizes. style: the TP style that placed it, `rule` the name that the style was given for.
+    fsdp_style: whether backward gathers the weight again (`free_full_weight`) or keeps it.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    tp: Placement
+    fsdp: Placement
+    tp_size: int
+    fsdp_size: int
+    style: str
+    fsdp_style: str
+
+    @cached_property
+    def compute_shape(self) -> torch.Size:
+        """Shape inside the graph: the rank's tp shard, whole over fsdp; uneven shards padded to the largest."""
+        return _cut(self.shape, self.tp, self.tp_size)
+
+    @cached_property
+    def storage_shape(self) -> torch.Size:
+        """Shape of the rank's buffer: `compute_shape` cut by fsdp, padded to the largest shard."""
+        return _cut(self.compute_shape, self.fsdp, self.fsdp_size)
+
+    def placements(self, axes: tuple[str, ...]) -> tuple[Placement, ...]:
+        """Placements in the order of a storage mesh's axes."""
+        by_axis = {"dp_replicate": Replicate(), "tp": self.tp, "fsdp": self.fsdp}
+        return tuple(by_axis[axis] for axis in axes)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A module whose forward is a tp boundary, with its style."""
+
+    fqn: str
+    style: str
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Axis sizes, parameters in the model's order, boundary modules. Prints as a table."""
+
+    model: str
+    sizes: Mapping[str, int]
+    parameters: tuple[ParameterPlan, ...]
+    modules: tuple[ModulePlan, ...]
+    mixed_precision: bool = False
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterPlan]:
+        """Every FQN, aliases included, to its parameter."""
+        return {name: p for p in self.parameters for name in (p.fqn, *p.aliases)}
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which the graph sees a parameter stored in `dtype`."""
+        return torch.bfloat16 if self.mixed_precision and dtype.is_floating_point else dtype
+
+    def __str__(self) -> str:
+        from ndcompile.plan_table import plan_table
+
+        return plan_table(self)
+
+
+def build_plan(model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig) -> ShardingPlan:
+    """Resolve transformers' TP and FSDP plans for `model` on axes of `sizes`.
+
+    `model` is only read, but for its `_tp_plan` and `_fsdp_plan`, into which transformers merges overrides: pass a copy.
+
+    Raises PlanError for a missing plan, unknown styles or keys, tied parameters with two placements, and sizes that tp
+    cannot divide.
+    """
+    tp_styles, fsdp_styles = _resolve(model, sizes, config)
+    names = _parameter_names(model)
+    parameters = tuple(
+        _plan_parameter(parameter, fqns, tp_styles, fsdp_styles, sizes) for parameter, fqns in names.values()
+    )
+    modules = tuple(
+        ModulePlan(fqn, tp_styles[fqn]) for fqn, _ in model.named_modules() if fqn in tp_styles and sizes["tp"] > 1
+    )
+    check_heads(model, tp_styles, sizes["tp"])
+    mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
+    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed)
+
+
+def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:
+    """Attention code splits a projection's output into heads: a rank must hold whole ones.
+
+    Raises PlanError with the layer, its number of heads, and the tp sizes that are legal for all layers.
+    """
+    heads = {}
+    for fqn, module in model.named_modules():
+        width = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if not isinstance(width, int):
+            continue
+        for name, child in module.named_children():
+            path = f"{fqn}.{name}"
+            if tp_styles.get(path) == "colwise" and isinstance(child, nn.Linear) and child.out_features % width == 0:
+                heads[path] = child.out_features // width
+    for path, count in heads.items():
+        if count % tp:
+            common = math.gcd(*heads.values())
+            legal = [size for size in range(1, common + 1) if common % size == 0]
+            raise PlanError(
+                f"tp={tp} does not divide the {count} heads of {path!r}. Legal tp sizes for {type(model).__name__}: "
+                f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{_generic(path)!r}: "
+                "'colwise_gather_output'}} and a 'rowwise_split_input' output projection."
+            )
+
+
+def _resolve(
+    model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig
+) -> tuple[dict[str, str], dict[str, str]]:
+    """transformers' plans with the config's overrides: FQN of a module or parameter -> style."""
+    name, tp = type(model).__name__, sizes["tp"]
+    if tp > 1 and not model.tp_plan and not (isinstance(config.tp_plan, dict) and config.tp_plan):
+        raise PlanError(
+            f"{name} has no tensor-parallel plan, but tp={tp}. Pass a plan, DistributedConfig(tp_plan={{'layers.*...': "
+            "'colwise', ...}), or use fsdp only."
+        )
+    if isinstance(config.tp_plan, dict) and (unknown := set(config.tp_plan.values()) - set(STYLES)):
+        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known styles: {sorted(STYLES)}.")
+    config = dataclasses.replace(
+        config,
+        tp_size=tp,
+        fsdp_size=sizes["fsdp"],
+        dp_replicate_size=sizes["dp_replicate"],
+        enable_expert_parallel=False,
+        ep_size=1,
+    )
+    try:
+        tp_styles, _, fsdp_styles = model._resolve_parallel_plans(config)
+    except ValueError as error:
+        raise PlanError(f"The plan of {name} cannot be resolved: {error}") from error
+    if tp > 1 and config.tp_plan != {} and not tp_styles:
+        raise PlanError(f"No rule of the tp_plan {model.tp_plan} matches a module or parameter of {name}.")
+    if unknown := set(tp_styles.values()) - set(STYLES):
+        raise PlanError(f"The tp_plan of {name} names unknown styles {sorted(unknown)}. Known: {sorted(STYLES)}.")
+    return tp_styles, fsdp_styles
+
+
+def _parameter_names(model: nn.Module) -> dict[int, tuple[nn.Parameter, list[str]]]:
+    """Every parameter once, with all its names in the model's order."""
+    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), (parameter, []))[1].append(fqn)
+    return names
+
+
+def _plan_parameter(
+    parameter: nn.Parameter,
+    fqns: list[str],
+    tp_styles: Mapping[str, str],
+    fsdp_styles: Mapping[str, str],
+    sizes: Mapping[str, int],
+) -> ParameterPlan:
+    tp = sizes["tp"]
+    styles = {fqn: tp_styles.get(fqn, "replicate") for fqn in fqns}
+    places = {
+        fqn: STYLES[style].place(fqn.rpartition(".")[2], parameter.ndim) if tp > 1 else Replicate()
+        for fqn, style in styles.items()
+    }
+    fqn, placement = fqns[0], places[fqns[0]]
+    for other in fqns[1:]:
+        if places[other] != placement:
+            raise PlanError(
+                f"{fqn!r} and {other!r} are one tied tensor, but their styles {styles[fqn]!r} and {styles[other]!r} "
+                f"place it as {placement} and {places[other]} on tp. Give both the same placement in tp_plan."
+            )
+    _check_divisible(fqn, styles[fqn], parameter.shape, placement, tp)
+    fsdp_style = next((s for name in fqns if (s := _fsdp_style(name, fsdp_styles)) is not None), KEEP)
+    fsdp = _fsdp_placement(parameter.shape, placement, tp) if sizes["fsdp"] > 1 else Replicate()
+    return ParameterPlan(
+        fqn=fqn,
+        aliases=tuple(fqns[1:]),
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        tp=placement,
+        fsdp=fsdp,
+        tp_size=tp,
+        fsdp_size=sizes["fsdp"],
+        style=styles[fqn],
+        fsdp_style=fsdp_style,
+    )
+
+
+PADDED_STYLES = {style for style in STYLES if style.startswith(("colwise", "rowwise", "embedding"))}
+"""Zero rows and columns of these change nothing: a rowwise weight multiplies what a padded colwise row gives by zero."""
+
+
+def _check_divisible(fqn: str, style: str, shape: torch.Size, placement: Placement, tp: int) -> None:
+    if not isinstance(placement, Shard | StridedShard):
+        return
+    size = shape[placement.dim]
+    parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    padding_is_exact = parts == 1 and style in PADDED_STYLES and len(shape) <= 2
+    if padding_is_exact or size % (parts * tp) == 0:
+        return
+    legal = [n for n in range(1, size // parts + 1) if size % (parts * n) == 0]
+    raise PlanError(
+        f"{fqn!r} ({style}) has size {size} on dim {placement.dim}"
+        + (f", {parts} packed parts of {size // parts}" if parts > 1 else "")
+        + f", which tp={tp} does not divide. Legal tp sizes for it: {legal}."
+    )
+
+
+def _fsdp_placement(shape: torch.Size, tp_placement: Placement, tp: int) -> Placement:
+    """Shard the first dim that tp leaves alone or divides evenly, so that padding is the same on all tp ranks."""
+    for dim in range(len(shape)):
+        same_dim = isinstance(tp_placement, Shard | StridedShard) and tp_placement.dim == dim
+        if not same_dim or (isinstance(tp_placement, Shard) and shape[dim] % tp == 0):
+            return Shard(dim)
+    return Replicate()
+
+
+def _fsdp_style(fqn: str, fsdp_styles: Mapping[str, str]) -> str | None:
+    """The style of the innermost module of the FSDP plan that contains `fqn`."""
+    parts = fqn.split(".")
+    for end in range(len(parts), -1, -1):
+        if (style := fsdp_styles.get(".".join(parts[:end]))) is not None:
+            return style
+    return None
+
+
+def _cut(shape: torch.Size, placement: Placement, size: int) -> torch.Size:
+    if not isinstance(placement, Shard | StridedShard):
+        return shape
+    cut = list(shape)
+    cut[placement.dim] = -(-cut[placement.dim] // size)
+    return torch.Size(cut)
+
+
+def _generic(fqn: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)

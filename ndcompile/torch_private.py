@@ -1,0 +1,57 @@
+"""Private symbols of torch that ndcompile uses: this file is the only place that imports them.
+
+Tried on torch 2.13 (CPU, gloo) and torch 2.11 (CUDA, NCCL). A missing symbol fails at import, with its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
+from torch.distributed.distributed_c10d import (
+    _get_default_group as default_group,
+)
+from torch.distributed.distributed_c10d import (
+    _get_default_store as default_store,
+)
+from torch.distributed.distributed_c10d import (
+    _register_process_group as register_process_group,
+)
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+CAN_KEEP_RANK_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""torch 2.11 always sorts the ranks of a new group; later releases can keep the order of the mesh."""
+
+__all__ = [
+    "CAN_KEEP_RANK_ORDER",
+    "ConstantSource",
+    "CustomPartitionerFn",
+    "DimDynamic",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "StridedShard",
+    "TracingContext",
+    "aot_autograd",
+    "compile_fx",
+    "compile_fx_inner",
+    "default_group",
+    "default_store",
+    "get_hash_for_files",
+    "make_boxed_func",
+    "make_fx",
+    "min_cut_rematerialization_partition",
+    "register_process_group",
+    "select_decomp_table",
+    "tracing",
+]

@@ -1,0 +1,73 @@
+"""Give every use of a parameter the tp-local weight, gathered from the ranks' fsdp shards.
+
+Before (placeholder in tp-local shape):
+
+    y = linear(x, weight)
+
+After (placeholder in storage shape; backward of unshard is a reduce-scatter, with dp_replicate an all-reduce after it):
+
+    average = average_gradient(weight, "dp_replicate", 2, "sum")
+    full = unshard(average, "fsdp", 4, dim, rows, dtype, "sum")
+    y = linear(x, full)
+
+A tied parameter is one placeholder, so it is gathered once and its gradient is reduced once. A parameter that fsdp
+cannot shard (a scalar) is stored whole and only averages its gradient.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from ndcompile.pass_context import PassContext
+from ndcompile.redistribute import average_gradient, unshard
+from ndcompile.sharding_plan import ParameterPlan
+
+
+def unshard_parameters(graph: fx.Graph, context: PassContext) -> None:
+    """Insert the chain behind every parameter placeholder that the data axes touch."""
+    for placeholder in graph.find_nodes(op="placeholder"):
+        if placeholder.meta["input"].kind == "parameter":
+            _unshard(graph, placeholder, context)
+
+
+def _unshard(graph: fx.Graph, placeholder: fx.Node, context: PassContext) -> None:
+    entry = context.plan.by_name[placeholder.meta["input"].name]
+    full = placeholder.meta["val"]
+    stored = context.stored_dtypes[entry.fqn]
+    users = list(placeholder.users)
+    with graph.inserting_after(placeholder):
+        chain = list(_chain(graph, placeholder, entry, full.dtype, stored != full.dtype, context))
+    if not chain:
+        return
+    placeholder.meta["val"] = context.fake(entry.storage_shape, stored, full.requires_grad)
+    for node in chain:
+        node.meta["val"], node.meta["differentiable"] = placeholder.meta["val"], full.requires_grad
+        node.meta["custom"] = {"module": entry.fqn.rpartition(".")[0], "unshard": entry.fsdp_style}
+    chain[-1].meta["val"] = full
+    for user in users:
+        user.replace_input_with(placeholder, chain[-1])
+
+
+def _chain(graph, node: fx.Node, entry: ParameterPlan, dtype, cast: bool, context: PassContext):
+    """The nodes from the stored shard to the weight as the model uses it, each behind the one before."""
+    trainable = node.meta["val"].requires_grad
+    replicated = ["dp_replicate"] if isinstance(entry.fsdp, Shard) else ["dp_replicate", "fsdp"]
+    for name in replicated:
+        if trainable and (axis := context.axis(name)) is not None:
+            node = _append(graph, node, average_gradient, (axis.group, axis.size, context.mean))
+            yield node
+    axis = context.axis("fsdp")
+    if isinstance(entry.fsdp, Shard) and axis is not None:
+        dim = entry.fsdp.dim
+        full = entry.compute_shape[dim]
+        yield _append(graph, node, unshard, (axis.group, axis.size, dim, full, dtype, context.mean))
+    elif cast:
+        import torch
+
+        yield _append(graph, node, torch.ops.aten.to.dtype, (dtype,))
+
+
+def _append(graph: fx.Graph, node: fx.Node, target, args: tuple) -> fx.Node:
+    with graph.inserting_after(node):
+        return graph.call_function(target, (node, *args))
