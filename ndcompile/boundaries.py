@@ -33,9 +33,7 @@ class TensorParallelAxis:
         """One boundary; `full` is the global size of the sharded dim where shards may be uneven."""
         src, dst = pair
         narrows = "S" in src + dst and "I" in (src, dst)  # forward or backward takes this rank's part
-        return redistribute(
-            x, self.axis.group, self.axis.size, src, dst, full, self.coordinate if narrows else None
-        )
+        return redistribute(x, self.axis.group, self.axis.size, src, dst, full, self.coordinate if narrows else None)
 
 
 def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: TensorParallelAxis) -> None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ndcompile.boundaries import TensorParallelAxis, install_boundaries
 from ndcompile.call import Call
 from ndcompile.errors import CaptureError
+from ndcompile.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETER, GraphInput
 from ndcompile.mesh import StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import (
@@ -34,16 +35,6 @@ from ndcompile.torch_private import (
     tracing,
 )
 from ndcompile.transformers_private import unpacked_positions
-
-PARAMETER, BUFFER, COORDINATE, SEEDS, ARGUMENT = "parameter", "buffer", "coordinate", "seeds", "argument"
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """What a placeholder stands for: `name` is an FQN for parameters and buffers, a path for arguments."""
-
-    kind: str
-    name: str
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,21 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
-from ndcompile.capture import BUFFER, COORDINATE, PARAMETER, Captured, Shadow, capture, copy_without_weights
-from ndcompile.errors import NdcompileError, UnsupportedError
+from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
+from ndcompile.errors import AgreementError, NdcompileError, UnsupportedError
+from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.loader import LoadReport, Target, buffer_targets, load_into, materialize_buffers
 from ndcompile.lower import Compiled, lower, no_autocast
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
+from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
 from ndcompile.sharding_plan import build_plan
-from ndcompile.signature import checkpointed_layers, model_state
+from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
 
 
@@ -40,6 +44,15 @@ class Program:
     captured: Captured
     run: Compiled
     graphs: Partitioner
+    inputs: list[GraphInput]
+
+
+@dataclass
+class Signature:
+    """All programs of one signature, and the collectives that the ranks agreed on for it."""
+
+    programs: list[Program]
+    collectives: list[str]
 
 
 class CompiledModel:
@@ -59,7 +72,10 @@ class CompiledModel:
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = build_plan(copy_without_weights(model), mesh.sizes, config)
         self.shadow = Shadow(model, self.plan, mesh)
-        self.programs: dict[object, list[Program]] = {}
+        self.agreement = Agreement(mesh)
+        self.signatures: dict[object, Signature] = {}
+        self.seed: int | None = None
+        self.random_steps = 0
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
     def bind(self) -> None:
@@ -87,7 +103,7 @@ class CompiledModel:
         call = bind(self.__signature__, args, kwargs)
         self.store.current()
         program = self._program(call)
-        inputs = self._inputs(program.captured, call)
+        inputs = self._inputs(program, call)
         with no_autocast():
             outputs = program.run(*inputs)
         return pytree.tree_unflatten(list(outputs), program.captured.output_spec)
@@ -95,40 +111,72 @@ class CompiledModel:
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
         key = (call.key(), model_state(self.model))
-        known = self.programs.setdefault(key, [])
-        for program in known:
+        if key not in self.signatures:
+            self.signatures[key] = self._agree_on_signature(key, call)
+        signature = self.signatures[key]
+        for program in signature.programs:
             if program.captured.serves(call.batch, call.sequence):
                 return program
-        dynamic = self.dynamic is True or (self.dynamic is None and len(known) > 0)
-        known.append(self._build(call, dynamic))
-        return known[-1]
+        dynamic = self.dynamic is True or (self.dynamic is None and len(signature.programs) > 0)
+        signature.programs.append(self._build(call, dynamic, signature))
+        return signature.programs[-1]
 
-    def _build(self, call: Call, dynamic: bool) -> Program:
+    def _agree_on_signature(self, key: tuple[Any, ...], call: Call) -> Signature:
+        """All ranks begin the same capture together, and tp ranks with the same inputs."""
+        inputs = dict(zip(call.tensor_names, call.tensors, strict=True))
+        seed = self.agreement.capture_begins(describe(key), inputs, torch.initial_seed())
+        self.seed = seed if self.seed is None else self.seed
+        return Signature([], [])
+
+    def _build(self, call: Call, dynamic: bool, signature: Signature) -> Program:
+        """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
+        that one rank may meet a new length by itself."""
         captured = capture(self.shadow, self.model, call, dynamic)
         run_passes(captured, self._pass_context(captured), self.disabled)
-        run, graphs = lower(captured, self.backend)
-        return Program(captured, run, graphs)
+        lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
+        if signature.programs:
+            if lines != signature.collectives:
+                raise AgreementError(
+                    f"Batch {call.batch} and sequence {call.sequence} need other collectives than the sizes before, so "
+                    "this rank cannot run them alone. Call ndcompile.compile with dynamic=True."
+                )
+            run, graphs = lower(captured, self.backend)
+        else:
+            self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
+            signature.collectives = lines
+            once = self.backend == "inductor"  # the others then load the result from inductor's cache
+            run, graphs = (self.agreement.compile_once if once else _call)(lambda: lower(captured, self.backend))
+        return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
 
     def _pass_context(self, captured: Captured) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed_layers(self.model))
 
-    def _inputs(self, captured: Captured, call: Call) -> list[Tensor]:
+    def _inputs(self, program: Program, call: Call) -> list[Tensor]:
         """The graph's inputs in order."""
         parameters = iter(self.store.local_tensors())
         arguments = iter(call.tensors)
         inputs = []
-        for node in captured.placeholders:
-            spec = node.meta["input"]
+        for spec in program.inputs:
             if spec.kind == PARAMETER:
                 inputs.append(next(parameters))
             elif spec.kind == BUFFER:
                 inputs.append(self._buffer(spec.name))
             elif spec.kind == COORDINATE:
                 inputs.append(torch.tensor(self.mesh.coordinate(spec.name), device=self.mesh.device))
+            elif spec.kind == SEEDS:
+                inputs.append(self._next_seeds())
             else:
                 inputs.append(self._argument(spec.name, next(arguments)))
         return inputs
+
+    def _next_seeds(self) -> Tensor:
+        """Seeds of this step: one that the tp group shares, one of this rank; both differ between data ranks."""
+        assert self.seed is not None
+        self.random_steps += 1
+        stream = (self.seed, self.random_steps, self.mesh.data_rank)
+        seeds = [stream_seed(*stream), stream_seed(*stream, self.mesh.coordinate("tp"))]
+        return torch.tensor(seeds, device=self.mesh.device)
 
     def _buffer(self, name: str) -> Tensor:
         buffer = self.model.get_buffer(name)
@@ -150,3 +198,7 @@ class CompiledModel:
         raise UnsupportedError(
             "A compiled model cannot be pickled. Save its state_dict() with torch.distributed.checkpoint."
         )
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()

@@ -7,9 +7,10 @@ parameters as they are.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
@@ -39,11 +40,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class StorageMesh:
-    """Axes in storage order, size-1 axes left out of `device_mesh` but not of the questions one can ask."""
+    """Axes in storage order, size-1 axes left out of `device_mesh` but not of the questions one can ask.
 
+    name: the same on all ranks. counter: numbers the models compiled on this mesh, alike on all ranks.
+    """
+
+    name: str
     device_mesh: DeviceMesh
     axes: Mapping[str, Axis]
     backend: str
+    counter: Iterator[int] = field(default_factory=itertools.count)
 
     def size(self, name: str) -> int:
         """Size of an axis; an absent axis has size 1."""
@@ -60,7 +66,9 @@ class StorageMesh:
     def device(self) -> torch.device:
         """The device of this rank's parameters."""
         kind = self.device_mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
+        return (
+            torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
+        )
 
     @property
     def data_rank(self) -> int:
@@ -101,7 +109,9 @@ def config_sizes(config: DistributedConfig) -> dict[str, int]:
     if (config.pp_size or 1) > 1:
         raise MeshError(f"pp_size={config.pp_size}: pipeline parallelism is not supported. Use tp_size and fsdp_size.")
     if (config.ep_size or 1) > 1:
-        raise MeshError(f"ep_size={config.ep_size}: expert parallelism is not supported yet. Use tp_size and fsdp_size.")
+        raise MeshError(
+            f"ep_size={config.ep_size}: expert parallelism is not supported yet. Use tp_size and fsdp_size."
+        )
     return {"dp_replicate": config.dp_replicate_size or 1, "fsdp": config.fsdp_size or 1, "tp": config.tp_size or 1}
 
 
@@ -170,7 +180,7 @@ def _create_mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, 
         groups if len(groups) > 1 else groups[0], device_type, mesh=ranks, mesh_dim_names=names
     )
     present = {name: axis for name, axis in axes.items() if axis.size > 1}
-    return StorageMesh(device_mesh, MappingProxyType(present), dist.get_backend(groups[0]))
+    return StorageMesh(prefix, device_mesh, MappingProxyType(present), dist.get_backend(groups[0]))
 
 
 def _new_group(row: list[int], rank: int, axis: str) -> dist.ProcessGroup | None:

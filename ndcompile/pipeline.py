@@ -9,19 +9,23 @@ from torch import fx
 from ndcompile.capture import Captured
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
+from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
+from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.verifier import verify
 
 Pass = Callable[[fx.Graph, PassContext], None]
 
 PASSES: tuple[Pass, ...] = (
+    complete_boundaries,
     merge_boundaries,
+    seed_random_ops,
     checkpoint_layers,
     unshard_parameters,
 )
 
-REQUIRED = frozenset({"unshard_parameters"})
+REQUIRED = frozenset({"seed_random_ops", "unshard_parameters"})
 """Passes without which the graph would not compute the model."""
 
 
@@ -55,4 +59,5 @@ def run_passes(
         if observe:
             captured.module.recompile()
             observe(run.__name__, captured.module)
+    verify(graph, context, after="pipeline")
     captured.module.recompile()

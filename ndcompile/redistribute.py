@@ -165,9 +165,7 @@ _library.define(
     "redistribute(Tensor x, str group, int size, str src, str dst, SymInt? full=None, Tensor? coordinate=None)"
     " -> Tensor"
 )
-_library.define(
-    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean) -> Tensor"
-)
+_library.define("unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean) -> Tensor")
 _library.define("average_gradient(Tensor x, str group, int size, str mean) -> Tensor")
 _library.impl("redistribute", _redistribute, "CompositeImplicitAutograd")
 _library.impl("unshard", _unshard, "CompositeImplicitAutograd")

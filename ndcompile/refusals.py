@@ -47,7 +47,9 @@ def check_model(model: Any) -> None:
             raise UnsupportedError(
                 f"The model is wrapped in {kind.__name__}. Pass the plain transformers model: ndcompile shards it itself."
             )
-        raise TypeError(f"ndcompile.compile takes a transformers PreTrainedModel, not {kind.__module__}.{kind.__name__}.")
+        raise TypeError(
+            f"ndcompile.compile takes a transformers PreTrainedModel, not {kind.__module__}.{kind.__name__}."
+        )
     name = type(model).__name__
     if name.startswith("FSDP") or any(type(m).__name__.startswith("FSDP") for m in model.modules()):
         raise UnsupportedError(f"{name} was wrapped by fully_shard. Pass the plain model: ndcompile shards it itself.")

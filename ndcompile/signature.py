@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+DEVICES = ("cpu", "cuda")
 
 
 def model_state(model: nn.Module) -> tuple[Any, ...]:
     """Modes of the process and flags of the model. A change of any of them captures another graph."""
     parameters = list(model.parameters())
     config: Any = model.config
+    modules = list(model.modules())
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
+        ("grad", torch.is_grad_enabled()),
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("autocast", tuple((d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d))),
+        ("deterministic", torch.are_deterministic_algorithms_enabled()),
+        (
+            "training",
+            modules[0].training if len({m.training for m in modules}) == 1 else tuple(m.training for m in modules),
         ),
-        torch.are_deterministic_algorithms_enabled(),
-        tuple(m.training for m in model.modules()),
-        checkpointed_layers(model),
-        tuple(p.requires_grad for p in parameters),
-        tuple(p.dtype for p in parameters),
-        getattr(config, "_attn_implementation", None),
-        getattr(config, "_experts_implementation", None),
+        ("checkpointed layers", checkpointed_layers(model)),
+        ("requires_grad", _runs(p.requires_grad for p in parameters)),
+        ("dtypes", _runs(p.dtype for p in parameters)),
+        ("attention", getattr(config, "_attn_implementation", None)),
+        ("experts", getattr(config, "_experts_implementation", None)),
     )
+
+
+def describe(key: tuple[Any, ...]) -> list[str]:
+    """A signature as lines, for comparison between ranks and for error messages."""
+    (names, structure, *leaves), state = key
+    lines = [f"arguments {names}", f"structure {structure}"]
+    lines += [f"argument {number}: {leaf}" for number, leaf in enumerate(leaves)]
+    return lines + [f"{name}: {value}" for name, value in state]
+
+
+def _runs(values: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
+    """Run lengths: short for the usual case that all parameters are alike."""
+    return tuple((value, sum(1 for _ in group)) for value, group in itertools.groupby(values))
 
 
 def checkpointed_layers(model: nn.Module) -> tuple[str, ...]:

@@ -144,7 +144,9 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx, slots: list[Slot], *parameters: nn.Parameter):  # type: ignore[override]
         ctx.slots = slots
         local = tuple(slot.buffer.detach() for slot in slots)
-        ctx.mark_non_differentiable(*(t for t, slot in zip(local, slots, strict=True) if not slot.parameter.requires_grad))
+        ctx.mark_non_differentiable(
+            *(t for t, slot in zip(local, slots, strict=True) if not slot.parameter.requires_grad)
+        )
         ctx.set_materialize_grads(False)
         return local
 

@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 CAN_KEEP_RANK_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """torch 2.11 always sorts the ranks of a new group; later releases can keep the order of the mesh."""
 
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "ConstantSource",

@@ -1,12 +1,78 @@
-"""Facts that hold after every pass."""
+"""Facts that hold after every pass: each function checks one and raises VerifyError with node, module and remedy."""
 
 from __future__ import annotations
 
 from torch import fx
 
+from ndcompile.errors import VerifyError
 from ndcompile.pass_context import PassContext
+from ndcompile.passes.complete_boundaries import unreduced_inputs
+from ndcompile.redistribute import average_gradient, redistribute, unshard
+from ndcompile.types import varying_over_tp
 
 
 def verify(graph: fx.Graph, context: PassContext, after: str) -> None:
-    """Raise VerifyError where the graph breaks a rule; `after` names the pass that ran last."""
+    """Check the graph as the pass `after` left it; `after="pipeline"` checks the finished graph."""
     graph.lint()
+    check_groups(graph, context)
+    if after == "pipeline" and context.axis("tp") is not None:
+        varying = varying_over_tp(graph, context.plan)
+        check_outputs(graph, varying)
+        check_gradients(graph, varying)
+    if after == "pipeline":
+        check_parameters(graph, context)
+
+
+def check_groups(graph: fx.Graph, context: PassContext) -> None:
+    """Every distributed node runs over an axis of the mesh, with its size."""
+    sizes = {axis.group: axis.size for axis in context.mesh.axes.values()}
+    for node in graph.nodes:
+        if node.target in (redistribute, unshard, average_gradient) and sizes.get(node.args[1]) != node.args[2]:
+            raise VerifyError(f"{_where(node)} runs over {node.args[1]!r} of size {node.args[2]}; axes are {sizes}.")
+
+
+def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """What the model returns is the same on all ranks of a tp group."""
+    for output in graph.output_node().all_input_nodes:
+        if output in varying:
+            raise VerifyError(
+                f"An output of the model, {_where(output)}, is a shard or a partial sum over tp. Add a tp_plan rule that "
+                "gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for it "
+                "(output_attentions is per head)."
+            )
+
+
+def check_gradients(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """No invariant value's gradient stays partial."""
+    for node in graph.nodes:
+        for source in unreduced_inputs(node, varying):
+            raise VerifyError(
+                f"{_where(source)} is the same on all tp ranks but is used on shards by {_where(node)}: its gradient "
+                "would be partial. Keep the pass 'complete_boundaries' enabled."
+            )
+
+
+def check_parameters(graph: fx.Graph, context: PassContext) -> None:
+    """Every trainable parameter that the data axes touch averages its gradient over each of them exactly once."""
+    data = {axis.group for name in ("dp_replicate", "fsdp") if (axis := context.axis(name)) is not None}
+    for placeholder in graph.find_nodes(op="placeholder"):
+        if placeholder.meta["input"].kind != "parameter" or not placeholder.meta["differentiable"]:
+            continue
+        node, averaged = placeholder, []
+        while node.users and len(node.users) == 1 and next(iter(node.users)).target in (unshard, average_gradient):
+            node = next(iter(node.users))
+            averaged.append(node.args[1])
+        if node.users and (len(averaged) != len(set(averaged)) or set(averaged) != data):
+            raise VerifyError(
+                f"The gradient of parameter {placeholder.meta['input'].name!r} is averaged over {averaged}, but the data "
+                f"axes are {sorted(data)}."
+            )
+
+
+def _where(node: fx.Node) -> str:
+    """Node, module and source line."""
+    module = node.meta.get("custom", {}).get("module")
+    line = (node.meta.get("stack_trace") or "").strip().splitlines()
+    source = f" ({line[-2].strip()})" if len(line) > 1 else ""
+    name = node.meta["input"].name if node.op == "placeholder" else node.name
+    return f"{name!r}" + (f" in module {module!r}" if module else "") + source

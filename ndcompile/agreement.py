@@ -1,0 +1,157 @@
+"""Agreement of ranks through the store: what is compared before the first run of a graph, so that nothing can hang.
+
+A process-group collective could pair with another rank's training step; a store key cannot. Every exchange has a name
+and a time-out, and ends with the same error on all ranks that take part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from ndcompile.errors import AgreementError
+from ndcompile.mesh import StorageMesh
+from ndcompile.redistribute import average_gradient, redistribute, unshard
+from ndcompile.torch_private import default_store
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: longer than a compile."""
+
+
+class Agreement:
+    """Named exchanges between all ranks of a world. Without peers (one rank, or the fake backend) all are trivial."""
+
+    def __init__(self, mesh: StorageMesh, timeout: timedelta = TIMEOUT) -> None:
+        self.mesh = mesh
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.alone = self.world == 1 or mesh.backend == "fake"
+        self.timeout = timeout
+        self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
+        self.captures = 0
+
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come."""
+        if self.alone:
+            return [json.loads(json.dumps(value))]
+        store = dist.PrefixStore(self.prefix, default_store())
+        store.set(f"{key}/{self.rank}", json.dumps(value))
+        keys = [f"{key}/{rank}" for rank in range(self.world)]
+        try:
+            store.wait(keys, self.timeout)
+        except (dist.DistStoreError, RuntimeError) as error:
+            missing = [rank for rank, name in enumerate(keys) if not store.check([name])]
+            raise AgreementError(
+                f"Rank {self.rank} waited {self.timeout} for ranks {missing} to reach {key!r}: they did not make this "
+                "call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), with the same "
+                "arguments, in the same order."
+            ) from error
+        return [json.loads(text) for text in store.multi_get(keys)]
+
+    def same(self, key: str, value: Sequence[str], what: str) -> None:
+        """Raise AgreementError on every rank unless all gave equal lists of lines.
+
+        The error names the first line that differs and the ranks that have it.
+        """
+        digests = self.exchange(f"{key}/digest", _digest(value))
+        if len(set(digests)) == 1:
+            return
+        lines = self.exchange(f"{key}/lines", list(value))
+        groups: dict[str, list[int]] = defaultdict(list)
+        first = next(i for i in range(max(map(len, lines))) if len({_line(text, i) for text in lines}) > 1)
+        for rank, text in enumerate(lines):
+            groups[_line(text, first)].append(rank)
+        found = "\n".join(f"  ranks {ranks}: {line}" for line, ranks in groups.items())
+        raise AgreementError(f"Ranks differ in {what}, first at number {first}:\n{found}")
+
+    def capture_begins(self, signature: Sequence[str], inputs: Mapping[str, Tensor], seed: int) -> int:
+        """Before a capture of a new signature: all ranks make the same one, and tp ranks have the same inputs.
+
+        Returns the random seed of the tp group's first rank, which all ranks of the group share.
+        """
+        self.captures += 1
+        key = f"capture{self.captures}"
+        self.same(f"{key}/signature", signature, "the signature of the call")
+        if self.mesh.size("tp") == 1:
+            return seed
+        records = self.exchange(f"{key}/inputs", [self.mesh.data_rank, seed, input_hashes(inputs)])
+        for data_rank in range(self.mesh.data_world_size):
+            group = {rank: hashes for rank, (d, _, hashes) in enumerate(records) if d == data_rank}
+            for name in inputs:
+                _same_input(name, {rank: hashes[name] for rank, hashes in group.items()})
+        return next(s for d, s, _ in records if d == self.mesh.data_rank) if len(records) > 1 else seed
+
+    def compile_once(self, compile: Callable[[], T]) -> T:
+        """Compile on the first rank of each host, then on the others, which find the result in inductor's cache."""
+        if self.alone:
+            return compile()
+        key = f"capture{self.captures}/compile"
+        hosts = self.exchange(f"{key}/host", socket.gethostname())
+        leader = hosts.index(hosts[self.rank])
+        store = dist.PrefixStore(self.prefix, default_store())
+        if self.rank == leader:
+            try:
+                return compile()
+            finally:  # a failed compile must free the others, which then fail by themselves
+                store.set(f"{key}/{leader}/done", "")
+        store.wait([f"{key}/{leader}/done"], self.timeout)
+        return compile()
+
+
+def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
+    """The graph's distributed nodes as lines: operator, axis, types, dtype, shape.
+
+    axes: group name -> axis name. Sizes of activations are left out: data ranks may have other batch sizes and lengths.
+    """
+    lines = []
+    for node in graph.nodes:
+        if node.target not in (redistribute, unshard, average_gradient):
+            continue
+        value = node.meta["val"]
+        _, group, _, *rest = node.args
+        plain = [str(a) for a in rest if isinstance(a, str | int)]
+        shape = tuple(value.shape) if node.target is not redistribute else f"{value.ndim} dims"
+        module = node.meta.get("custom", {}).get("module", "")
+        name = node.target._opname
+        lines.append(f"{name} over {axes.get(group, group)} ({', '.join(plain)}) {value.dtype} {shape} in {module!r}")
+    return lines
+
+
+def input_hashes(inputs: Mapping[str, Tensor]) -> dict[str, str]:
+    """A hash of each tensor's bytes, dtype and shape."""
+    hashes = {}
+    for name, tensor in inputs.items():
+        content = tensor.detach().cpu().contiguous()
+        digest = hashlib.sha256(f"{content.dtype} {tuple(content.shape)}".encode())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy().tobytes() if content.numel() else b"")
+        hashes[name] = digest.hexdigest()[:16]
+    return hashes
+
+
+def _same_input(name: str, hashes: Mapping[int, str]) -> None:
+    if len(set(hashes.values())) > 1:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank, value in hashes.items():
+            groups[value].append(rank)
+        raise AgreementError(
+            f"Ranks {list(groups.values())} of one tp group were given different values of {name}. Ranks of a tp group "
+            "share their input: shard the data by ndcompile.data_rank(model), not by the global rank."
+        )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _line(lines: Sequence[str], index: int) -> str:
+    return lines[index] if index < len(lines) else "(nothing more)"
