@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import ndcompile
 
-SAME = 1e-5  # relative difference allowed between the ranks' loss and the single-process loss, same weights
+SAME = 1e-5  # relative, for the loss of step 0; float32 cross entropy over 49152 words alone is off by 6e-6 on the CPU
 FALL = 0.95  # the mean of the last five losses over the mean of the first five is at most this
 
 
@@ -174,7 +174,8 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHECKPOINT))
     start = time.perf_counter()
     model = ndcompile.compile(model, mesh, checkpoint=CHECKPOINT, backend=options.backend)
-    console.print(model.sharding_plan)
+    if dist.get_rank() == 0:
+        print(model.sharding_plan)
     console.print(f"sharded and loaded in {time.perf_counter() - start:.1f} s; the first step compiles")
 
     rows = packed_text(AutoTokenizer.from_pretrained(CHECKPOINT), recipe.length)
