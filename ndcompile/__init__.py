@@ -1,6 +1,6 @@
 """ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
 
-from ndcompile.compiler import compile, data_rank, data_world_size, load
+from ndcompile.compiler import compile, data_rank, data_world_size, load, lower_only
 from ndcompile.errors import (
     AgreementError,
     CaptureError,
@@ -25,4 +25,5 @@ __all__ = [
     "data_world_size",
     "init_mesh",
     "load",
+    "lower_only",
 ]

@@ -148,6 +148,12 @@ class CompiledModel:
             run, graphs = (self.agreement.compile_once if once else _call)(lambda: lower(captured, self.backend))
         return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
 
+    def lower_only(self, call: Call) -> Partitioner:
+        """Capture and lower this call without running it, weights or other ranks: for inspection."""
+        captured = capture(self.shadow, self.model, call, dynamic=self.dynamic is True)
+        run_passes(captured, self._pass_context(captured), self.disabled)
+        return lower(captured, self.backend)[1]
+
     def _pass_context(self, captured: Captured) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed_layers(self.model))

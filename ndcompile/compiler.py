@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.call import bind
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import MeshError, NdcompileError
 from ndcompile.loader import LoadReport
 from ndcompile.lower import BACKENDS
 from ndcompile.mesh import USER_AXES, config_sizes, init_mesh, mesh_sizes, storage_mesh
+from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.refusals import check_model, check_options
 
@@ -72,6 +74,16 @@ def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = Tru
     for what is refused.
     """
     return compiled_model(model).load(folder, strict=strict)
+
+
+def lower_only(model: nn.Module, batch: int, sequence: int) -> Partitioner:
+    """Capture and lower a training step of `batch` sequences without running it; returns the partitioned graphs.
+
+    Needs no weights and no other ranks, so it works under a fake process group for any number of ranks.
+    """
+    compiled = compiled_model(model)
+    ids = torch.empty(batch, sequence, dtype=torch.int64, device=compiled.mesh.device)
+    return compiled.lower_only(bind(compiled.__signature__, (), {"input_ids": ids, "labels": ids.clone()}))
 
 
 def data_rank(model: nn.Module) -> int:
