@@ -1,0 +1,46 @@
+"""Fixtures of the distributed tests: pools of real ranks, and checkpoints of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import build
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], Pool]]:
+    """`world(n)`: the pool of n ranks, started when first used."""
+    pools: dict[int, Pool] = {}
+
+    def get(size: int) -> Pool:
+        return pools.setdefault(size, Pool(size))
+
+    yield get
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks(world: Callable[[int], Pool]) -> Pool:
+    """The pool of four ranks: `ranks(function, *args)` returns the list of the ranks' results."""
+    return world(4)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`checkpoint(name, **overrides)`: folder of the safetensors of `models.build(name, **overrides)`, made once."""
+    made: dict[str, str] = {}
+
+    def get(name: str, **overrides: Any) -> str:
+        key = f"{name} {sorted(overrides.items())}"
+        if key not in made:
+            folder: Path = tmp_path_factory.mktemp(name)
+            build(name, **overrides).save_pretrained(folder)
+            made[key] = str(folder)
+        return made[key]
+
+    return get

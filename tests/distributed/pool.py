@@ -1,0 +1,175 @@
+"""Real gloo ranks for tests: processes that start once, take functions by reference, and cannot hang a test.
+
+Importing torch and transformers takes seconds of CPU time. So a pool serves all tests of its world size, and its ranks
+are forked from one server process that has imported them (and has no threads yet).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 150.0
+"""Seconds that one function may take on all ranks: above the collectives' own time-out."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class RankError(Exception):
+    """A function failed on some ranks. `failures` maps a rank to (type name, message, traceback)."""
+
+    def __init__(self, failures: dict[int, tuple[str, str, str]], world: int) -> None:
+        self.failures = failures
+        first = min(failures)
+        super().__init__(f"ranks {sorted(failures)} of {world} failed; rank {first}:\n{failures[first][2]}")
+
+
+class RankTimeout(Exception):
+    """Ranks did not answer in time. The pool was killed, and starts anew at the next call."""
+
+
+class Pool:
+    """`world` gloo processes. `pool(function, *args)` runs a module-level function on all and returns their results.
+
+    A function that raises on some ranks only may leave collectives half done: the pool then starts anew.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.logs = Path(tempfile.mkdtemp(prefix="ndcompile_ranks_"))
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        answers = self._answers(function, args, timeout)
+        failures = {rank: error for rank, (error, _) in enumerate(answers) if error is not None}
+        if failures:
+            if len(failures) < self.world:
+                self.stop()
+            raise RankError(failures, self.world)
+        return [result for _, result in answers]
+
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[tuple[str, str]]:
+        """(type name, message) of the exception on every rank; fails when a rank did not raise."""
+        try:
+            results = self(function, *args, timeout=timeout)
+        except RankError as error:
+            silent = set(range(self.world)) - set(error.failures)
+            if silent:
+                raise AssertionError(f"ranks {sorted(silent)} raised nothing, the others did") from error
+            return [error.failures[rank][:2] for rank in range(self.world)]
+        raise AssertionError(f"no rank raised; results: {results}")
+
+    def stop(self) -> None:
+        """Kill the processes of this pool."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def _answers(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[Any, Any]]:
+        if not all(process.is_alive() for process in self.processes):
+            self.stop()
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        deadline = time.monotonic() + timeout
+        answers: list[tuple[Any, Any]] = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                    self._give_up(f"{function.__name__} did not end within {timeout:.0f} s on rank {rank}")
+                answers.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                self._give_up(f"rank {rank} died in {function.__name__}")
+        return answers
+
+    def _give_up(self, what: str) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes all stacks to the log
+        time.sleep(1)
+        self.stop()
+        tails = [f"--- rank {rank} ---\n" + self._log(rank).read_text()[-3000:] for rank in range(self.world)]
+        raise RankTimeout("\n".join([what, *tails]))
+
+    def _log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        # The store lives here, so that no port is chosen twice and ranks may die in any order.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["preloaded"])
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world, self.store.port, theirs, str(self._log(rank)))
+            process = context.Process(target=_serve, args=args, daemon=True, name=f"rank{rank}of{self.world}")
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None:
+    """A rank: runs what comes through the pipe until the pipe closes."""
+    _write_to(log)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        except Exception as error:  # the function's module does not import here
+            pipe.send((_describe(error), None))
+            continue
+        try:
+            answer = (None, function(*args))
+        except Exception as error:
+            answer = (_describe(error), None)
+        gc.collect()
+        try:
+            pipe.send(answer)
+        except Exception as error:  # a result that cannot be pickled
+            pipe.send((_describe(error), None))
+
+
+def _write_to(log: str) -> None:
+    """What ranks print goes to their log: pytest's captured descriptors belong to one test, ranks to the session."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+
+
+def _describe(error: BaseException) -> tuple[str, str, str]:
+    return type(error).__name__, str(error), "".join(traceback.format_exception(error))
