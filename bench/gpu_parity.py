@@ -1,0 +1,149 @@
+"""Parity on GPUs: loss and every gradient of tiny models against the single-process model, float32 and bf16.
+
+    torchrun --nproc-per-node=2 bench/gpu_parity.py tests/zoo_configs --layouts fsdp=2 tp=2 dp_replicate=2
+
+float32 (TF32 off): error of a tensor = max|g - ref| / max(max|ref|, 1e-3 x the largest max|ref|), limit 1e-5.
+bf16: both sides round, so the yardstick is the rounding itself. The error of ndcompile in bf16 against the float32
+reference may be at most twice the error of the single-process bf16 model against the same reference (both in the norm
+over all parameters), and never more than 2**-4 in any one tensor's relative norm beyond that of the single process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ndcompile
+
+Gradients = dict[str, torch.Tensor]
+
+
+def build(config: Any, dtype: torch.dtype, folder: Path) -> Any:
+    """The single-process model on the GPU, perturbed constants, saved to `folder` by rank 0."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.unique().numel() == 1:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model = model.to(dtype)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model.cuda()
+
+
+def batch(vocabulary: int, data_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, vocabulary, (2 * data_ranks, 16), generator=generator).cuda()
+    labels = ids.clone()
+    labels[0, :9] = -100
+    return ids, labels
+
+
+def reference(model: Any, ids: torch.Tensor, labels: torch.Tensor, data_ranks: int) -> tuple[list[float], Gradients]:
+    """Losses of the slices, and the gradients of their mean."""
+    losses = []
+    for part, target in zip(ids.chunk(data_ranks), labels.chunk(data_ranks), strict=True):
+        loss = model(input_ids=part, labels=target, use_cache=False).loss
+        (loss / data_ranks).backward()
+        losses.append(loss.item())
+    return losses, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def compiled(config: Any, dtype: torch.dtype, folder: Path, mesh: Any) -> tuple[float, Gradients, int]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = ndcompile.compile(model.train(), mesh, checkpoint=folder)
+    ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
+    ids, labels = (x.chunk(ranks)[rank] for x in batch(config.get_text_config().vocab_size, ranks))
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    return (
+        loss.item(),
+        {n: p.grad.full_tensor().float() for n, p in model.named_parameters() if p.grad is not None},
+        rank,
+    )
+
+
+def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    top = max(g.abs().max().item() for g in expected.values())
+    return max(
+        ((found[n] - g).abs().max().item() / max(g.abs().max().item(), 1e-3 * top), n) for n, g in expected.items()
+    )
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """Relative error in the norm over all parameters."""
+    error = sum((found[n] - g).square().sum() for n, g in expected.items())
+    return (error / sum(g.square().sum() for g in expected.values())).sqrt().item()
+
+
+def check(config: Any, layout: dict[str, int], folder: Path) -> dict[str, Any]:
+    mesh = init_device_mesh("cuda", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    ranks = layout.get("fsdp", 1) * layout.get("dp_replicate", 1)
+    vocabulary = config.get_text_config().vocab_size
+    exact = build(config, torch.float32, folder / "float32")
+    losses, expected = reference(exact, *batch(vocabulary, ranks), ranks)
+    loss, found, rank = compiled(config, torch.float32, folder / "float32", mesh)
+    error, name = worst(found, expected)
+    rounded = build(config, torch.bfloat16, folder / "bf16")
+    _, single = reference(rounded, *batch(vocabulary, ranks), ranks)
+    _, ours, _ = compiled(config, torch.bfloat16, folder / "bf16", mesh)
+    single_error, our_error = distance(single, expected), distance(ours, expected)
+    return {
+        "float32 loss error": abs(loss - losses[rank]) / abs(losses[rank]),
+        "float32 worst gradient": error,
+        "of": name,
+        "bf16 single-process error": single_error,
+        "bf16 ndcompile error": our_error,
+        "ok": bool(error < 1e-5 and our_error < 2 * single_error),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configs", type=Path)
+    parser.add_argument("--types", nargs="*", help="model types; default: all configs in the folder")
+    parser.add_argument("--layouts", nargs="+", default=["fsdp=2", "tp=2"])
+    parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    failed = 0
+    for path in sorted(args.configs.glob("*.json")):
+        if args.types and path.stem not in args.types:
+            continue
+        config = AutoConfig.for_model(**json.loads(path.read_text()))
+        for text in args.layouts:
+            layout = {n: int(s) for n, s in (part.split("=") for part in text.split(","))}
+            try:
+                result = check(config, layout, args.work / path.stem)
+            except ndcompile.NdcompileError as error:
+                result = {"ok": False, "refused": str(error)[:300]}
+            failed += not result["ok"]
+            if dist.get_rank() == 0:
+                line = json.dumps({"model": path.stem, "layout": text} | result)
+                print(line, flush=True)
+                if args.out:
+                    with args.out.open("a") as out:
+                        out.write(line + "\n")
+    dist.destroy_process_group()
+    raise SystemExit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

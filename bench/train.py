@@ -1,0 +1,200 @@
+"""Training speed of ndcompile beside its peers on the same GPUs: one JSON line a case.
+
+    torchrun --nproc-per-node=2 bench/train.py --case ndcompile:fsdp=2 --out results.jsonl
+
+A case is SYSTEM:LAYOUT. Systems:
+    ndcompile       ndcompile.compile
+    hf-eager        transformers' DistributedConfig
+    hf-compile      the same with torch.compile(model)
+    fsdp2-compile   fully_shard per layer, every layer compiled (fsdp only)
+LAYOUT: fsdp=N,tp=N. The model has Llama-3-8B widths; weights are random, tokens too. Reported: seconds of the first
+step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU,
+MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s), peak memory in GB, the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+import ndcompile
+
+PEAK_FLOPS = 989e12  # H100 and H200, dense bf16
+
+
+def config(layers: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+def save_checkpoint(folder: str, layers: int) -> None:
+    """Random weights, written once by rank 0."""
+    if dist.get_rank() == 0 and not os.path.exists(f"{folder}/config.json"):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            LlamaForCausalLM(config(layers)).to(torch.bfloat16).save_pretrained(folder)
+        torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def build_ndcompile(folder: str, layers: int, sizes: dict[str, int], dynamic: bool | None) -> Any:
+    names = tuple(sizes)
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=names)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config(layers)).to(torch.bfloat16)
+    return ndcompile.compile(model.train(), mesh, checkpoint=folder, dynamic=dynamic)
+
+
+def build_transformers(folder: str, sizes: dict[str, int], compiled: bool) -> Any:
+    asked = DistributedConfig(fsdp_size=sizes.get("fsdp", 1), tp_size=sizes.get("tp", 1))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, distributed_config=asked).train()
+    return torch.compile(model) if compiled else model
+
+
+def build_fsdp2(folder: str) -> Any:
+    device = {"": torch.cuda.current_device()}
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        layer.compile()
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def make_step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, result: dict) -> Callable[[], Any]:
+    """A training step; an optimizer that raises is noted and left out, which flatters that case."""
+    labels = ids.clone()
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        if "optimizer_error" not in result:
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                result["optimizer_error"] = str(error)[:120]
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def measure(step: Callable[[], Any], steps: int) -> list[float]:
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    system, _, layout = args.case.partition(":")
+    sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
+    save_checkpoint(args.checkpoint, args.layers)
+    start = time.perf_counter()
+    if system == "ndcompile":
+        model = build_ndcompile(args.checkpoint, args.layers, sizes, None)
+    elif system == "fsdp2-compile":
+        model = build_fsdp2(args.checkpoint)
+    else:
+        model = build_transformers(args.checkpoint, sizes, compiled=system == "hf-compile")
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {"case": args.case, "load_s": round(time.perf_counter() - start, 2)}
+    data_ranks = sizes.get("fsdp", 1)
+    generator = torch.Generator().manual_seed(dist.get_rank() // (dist.get_world_size() // data_ranks))
+    ids = torch.randint(0, 128256, (args.batch // data_ranks, args.sequence), generator=generator).cuda()
+    step = make_step(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), ids, result)
+    torch.cuda.reset_peak_memory_stats()
+    result["first_s"] = round(measure(step, 1)[0], 2)
+    measure(step, 2)
+    times = measure(step, args.steps)
+    if args.profile and dist.get_rank() == 0:
+        profile(step, args.profile)
+    elif args.profile:
+        step()
+    loss = step()
+    return result | figures(args, times, loss, sum(p.numel() for p in model.parameters()))
+
+
+def figures(args: argparse.Namespace, times: list[float], loss: Any, parameters: int) -> dict[str, Any]:
+    median = statistics.median(times)
+    tokens, world = args.batch * args.sequence, dist.get_world_size()
+    active = parameters - 128256 * 4096  # the input embedding is a look-up
+    flops = (6 * active + 12 * args.layers * 4096 * args.sequence) * tokens
+    return {
+        "ms": round(median * 1e3, 1),
+        "min_ms": round(min(times) * 1e3, 1),
+        "tokens_s_gpu": round(tokens / median / world),
+        "mfu": round(flops / median / world / PEAK_FLOPS, 3),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "loss": round((loss.full_tensor() if isinstance(loss, DTensor) else loss).item(), 4),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def profile(step: Callable[[], Any], path: str) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    with open(path, "w") as out:
+        out.write(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--checkpoint", default="build/bench-llama")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--profile", help="file for a table of kernels")
+    parser.add_argument("--out", help="file to append the line to")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    result = run(args)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+        if args.out:
+            with open(args.out, "a") as out:
+                out.write(json.dumps(result) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
