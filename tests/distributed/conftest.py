@@ -12,12 +12,14 @@ from pool import Pool
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Callable[[int], Pool]]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
     """`world(n)`: the pool of n ranks, started when first used."""
     pools: dict[int, Pool] = {}
 
     def get(size: int) -> Pool:
-        return pools.setdefault(size, Pool(size))
+        if size not in pools:
+            pools[size] = Pool(size, tmp_path_factory.mktemp(f"world{size}"))
+        return pools[size]
 
     yield get
     for pool in pools.values():

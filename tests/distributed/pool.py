@@ -14,10 +14,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,11 @@ class Pool:
     A function that raises on some ranks only may leave collectives half done: the pool then starts anew.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, logs: Path) -> None:
+        """logs: folder for what the ranks print."""
+        self.world, self.logs = world, logs
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
-        self.logs = Path(tempfile.mkdtemp(prefix="ndcompile_ranks_"))
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         answers = self._answers(function, args, timeout)
@@ -117,8 +117,7 @@ class Pool:
 
         # The store lives here, so that no port is chosen twice and ranks may die in any order.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["preloaded"])
+        context = _forkserver()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             args = (rank, self.world, self.store.port, theirs, str(self._log(rank)))
@@ -129,6 +128,22 @@ class Pool:
             self.pipes.append(ours)
 
 
+def _forkserver() -> Any:
+    """A context whose processes are forked after `preloaded` was imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11's server does not take over sys.path
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None:
     """A rank: runs what comes through the pipe until the pipe closes."""
     _write_to(log)
@@ -137,6 +152,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None
     import torch.distributed as dist
     import transformers
 
+    assert "preloaded" in sys.modules, "the server process could not import it"
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,0 +1,105 @@
+"""One comparison of a compiled model with the single-process model: what to run, and the run itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import models
+import torch
+import workers
+from torch import Tensor
+from workers import Comparison, Layout, error, full, gradient_errors
+
+import ndcompile
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a layout, and how it is called.
+
+    shape: batch and sequence of a data rank. ragged: every data rank has a longer batch and sequence than the one
+    before. padding: left and right padding masks. items: pass the number of labels of the global batch, as `int` or
+    `tensor`. step: compare the parameters after one AdamW step. ranks: permutation of the ranks on the mesh.
+    overrides: of the tiny configuration. options: of `ndcompile.compile`.
+    """
+
+    model: str
+    layout: Layout
+    shape: tuple[int, int] = (2, 12)
+    ragged: bool = False
+    padding: bool = False
+    items: str | None = None
+    step: bool = False
+    ranks: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    overrides: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def batch(case: Case, data_rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """The arguments of one data rank's call. Every data rank has another number of ignored labels."""
+    rows, length = case.shape
+    if case.ragged:
+        rows, length = rows + data_rank, length + 3 * data_rank
+    vocabulary = case.overrides.get("vocab_size", 128)
+    ids = models.token_ids(rows, length, vocabulary, seed=100 * seed + data_rank)
+    labels = ids.clone()
+    labels[0, : 2 + 2 * data_rank] = IGNORED
+    arguments = {"input_ids": ids, "labels": labels}
+    if case.padding:
+        mask = torch.ones_like(ids)
+        mask[0, : 1 + data_rank] = 0  # left
+        mask[-1, length - 2 :] = 0  # right
+        labels[mask == 0] = IGNORED
+        arguments["attention_mask"] = mask
+    return arguments
+
+
+def compare(case: Case, checkpoint: str, seeds: tuple[int, ...] = (0,)) -> Comparison:
+    """Run one step of both models on this rank; with several seeds the gradients accumulate."""
+    model = workers.compiled(
+        case.model, case.layout, checkpoint, case.overrides, case.dtype, case.ranks, **case.options
+    )
+    reference = models.build(case.model, case.dtype, **case.overrides)
+    return compare_models(model, reference, case, seeds)
+
+
+def compare_models(
+    model: torch.nn.Module, reference: torch.nn.Module, case: Case, seeds: tuple[int, ...] = (0,)
+) -> Comparison:
+    """Both models on the same batches: the compiled one on this rank's, the reference on every data rank's."""
+    world, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
+    worst_loss = 0.0
+    for seed in seeds:
+        batches = [batch(case, r, seed) for r in range(world)]
+        items = _items(case, batches)
+        loss = model(**batches[rank], **items).loss * (world if items else 1)
+        loss.backward()
+        expected = [reference(**b, **items, use_cache=False).loss * (world if items else 1) for b in batches]
+        (torch.stack(expected).mean()).backward()
+        worst_loss = max(worst_loss, error(loss.detach(), expected[rank].detach()))
+    gradients = gradient_errors(model, {name: p.grad for name, p in reference.named_parameters()})
+    return Comparison(worst_loss, gradients, _step(model, reference) if case.step else {})
+
+
+def _items(case: Case, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Labels are shifted by one: the first one of a row predicts nothing."""
+    if case.items is None:
+        return {}
+    count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in batches)
+    return {"num_items_in_batch": count if case.items == "tensor" else int(count)}
+
+
+def _step(model: torch.nn.Module, reference: torch.nn.Module) -> dict[str, float]:
+    """One AdamW step of both; errors of the parameters.
+
+    eps is far above the default: there the first step is lr * sign(gradient), and the sign of a gradient that is zero
+    in theory is noise.
+    """
+    for each in (model, reference):
+        torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1).step()
+    expected = dict(reference.named_parameters())
+    return {name: error(full(p.detach()), expected[name].detach()) for name, p in model.named_parameters()}
