@@ -31,6 +31,7 @@ from ndcompile.torch_private import (
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
+    compiling,
     make_fx,
     tracing,
 )
@@ -118,6 +119,7 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
             stack.enter_context(tracing(TracingContext(fake_mode)))
             stack.enter_context(fx_traceback.preserve_node_meta())
             stack.enter_context(_named_modules(shadow.module))
+            stack.enter_context(compiling())
             if "position_ids" not in call.names:
                 stack.enter_context(unpacked_positions())
             tracer = make_fx(

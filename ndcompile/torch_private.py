@@ -6,7 +6,10 @@ Tried on torch 2.13 (CPU, gloo) and torch 2.11 (CUDA, NCCL). A missing symbol fa
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch.compiler
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
@@ -34,6 +37,17 @@ CAN_KEEP_RANK_ORDER = "sort_ranks" in inspect.signature(dist.new_group).paramete
 """torch 2.11 always sorts the ranks of a new group; later releases can keep the order of the mesh."""
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While active, `torch.compiler.is_compiling()` is true: model code takes the branches that can be traced."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "ConstantSource",
@@ -46,6 +60,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "compiling",
     "default_group",
     "default_store",
     "get_hash_for_files",
