@@ -128,14 +128,17 @@ def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
 
 
 def input_hashes(inputs: Mapping[str, Tensor]) -> dict[str, str]:
-    """A hash of each tensor's bytes, dtype and shape."""
-    hashes = {}
-    for name, tensor in inputs.items():
-        content = tensor.detach().cpu().contiguous()
-        digest = hashlib.sha256(f"{content.dtype} {tuple(content.shape)}".encode())
-        digest.update(content.reshape(-1).view(torch.uint8).numpy().tobytes() if content.numel() else b"")
-        hashes[name] = digest.hexdigest()[:16]
-    return hashes
+    """A hash of each tensor."""
+    return {name: tensor_hash(tensor) for name, tensor in inputs.items()}
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """A hash of the tensor's bytes, dtype and shape; the same on all devices."""
+    content = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{content.dtype} {tuple(content.shape)}".encode())
+    if content.numel():
+        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def _same_input(name: str, hashes: Mapping[int, str]) -> None:

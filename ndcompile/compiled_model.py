@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
 
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
-from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
+from ndcompile.capture import Captured, Shadow, capture
 from ndcompile.errors import AgreementError, NdcompileError, UnsupportedError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.loader import LoadReport, Target, buffer_targets, load_into, materialize_buffers
@@ -32,7 +31,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
-from ndcompile.sharding_plan import build_plan
+from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
 
@@ -62,7 +61,7 @@ class CompiledModel:
         self,
         model: PreTrainedModel,
         mesh: StorageMesh,
-        config: DistributedConfig,
+        plan: ShardingPlan,
         *,
         backend: str,
         dynamic: bool | None,
@@ -70,7 +69,7 @@ class CompiledModel:
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
-        self.plan = build_plan(copy_without_weights(model), mesh.sizes, config)
+        self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.call import bind
+from ndcompile.capture import copy_without_weights
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import MeshError, NdcompileError
 from ndcompile.loader import LoadReport
@@ -21,6 +22,8 @@ from ndcompile.mesh import USER_AXES, config_sizes, init_mesh, mesh_sizes, stora
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.refusals import check_model, check_options
+from ndcompile.sharding_plan import build_plan
+from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
 
 def compile(
@@ -57,13 +60,19 @@ def compile(
     check_model(model)
     config = _config(model, distributed_config)
     check_options(config)
+    weights = {} if checkpoint is not None else real_weights(model)
     mesh = _mesh(mesh, config)
+    plan = build_plan(copy_without_weights(model), mesh_sizes(mesh), config)
     compiled = CompiledModel(
-        model, storage_mesh(mesh), config, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+        model, storage_mesh(mesh), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
     )
+    agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     compiled.bind()
     if checkpoint is not None:
         compiled.load(checkpoint)
+    elif weights:
+        slice_weights(compiled.store, weights)
+        move_buffers(model, compiled.mesh.device)
     return model
 
 

@@ -80,13 +80,17 @@ class ParameterStore:
     def materialize(self) -> None:
         """Give every parameter memory, zeroed, keeping the identity of every Parameter object."""
         for slot in self.slots:
-            if not slot.local.is_meta:
-                continue
-            buffer = torch.zeros(slot.entry.storage_shape, dtype=slot.local.dtype, device=self.mesh.device)
-            local = self._without_padding(slot.entry, buffer)
-            replacement = nn.Parameter(self._wrap(slot.entry, local), requires_grad=slot.parameter.requires_grad)
-            torch.utils.swap_tensors(slot.parameter, replacement)
-            slot.buffer, slot.local = buffer, slot.parameter._local_tensor  # type: ignore[attr-defined]
+            self.materialize_slot(slot)
+
+    def materialize_slot(self, slot: Slot) -> None:
+        """`materialize` for one parameter."""
+        if not slot.local.is_meta:
+            return
+        buffer = torch.zeros(slot.entry.storage_shape, dtype=slot.local.dtype, device=self.mesh.device)
+        local = self._without_padding(slot.entry, buffer)
+        replacement = nn.Parameter(self._wrap(slot.entry, local), requires_grad=slot.parameter.requires_grad)
+        torch.utils.swap_tensors(slot.parameter, replacement)
+        slot.buffer, slot.local = buffer, slot.parameter._local_tensor  # type: ignore[attr-defined]
 
     def current(self) -> None:
         """Check that the model still holds these parameters, and follow what changed in a way that can be followed.
