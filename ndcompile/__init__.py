@@ -1,6 +1,14 @@
 """ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
 
-from ndcompile.compiler import compile, data_rank, data_world_size, load, lower_only
+from ndcompile.compiler import (
+    compile,
+    data_rank,
+    data_world_size,
+    load,
+    local_parameters,
+    lower_only,
+    set_agreement_timeout,
+)
 from ndcompile.errors import (
     AgreementError,
     CaptureError,
@@ -25,5 +33,7 @@ __all__ = [
     "data_world_size",
     "init_mesh",
     "load",
+    "local_parameters",
     "lower_only",
+    "set_agreement_timeout",
 ]

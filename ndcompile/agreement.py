@@ -9,17 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from ndcompile.errors import AgreementError
-from ndcompile.mesh import StorageMesh
+from ndcompile.mesh import StorageMesh, leave_groups
 from ndcompile.redistribute import average_gradient, redistribute, unshard
 from ndcompile.torch_private import default_store
 
@@ -44,19 +46,55 @@ class Agreement:
         """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come."""
         if self.alone:
             return [json.loads(json.dumps(value))]
-        store = dist.PrefixStore(self.prefix, default_store())
-        store.set(f"{key}/{self.rank}", json.dumps(value))
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.world)]
+        self._wait(keys, key)
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """What all ranks do between exchanges named `name/...`. An error on one rank ends the others' waiting."""
         try:
-            store.wait(keys, self.timeout)
-        except (dist.DistStoreError, RuntimeError) as error:
-            missing = [rank for rank, name in enumerate(keys) if not store.check([name])]
-            raise AgreementError(
-                f"Rank {self.rank} waited {self.timeout} for ranks {missing} to reach {key!r}: they did not make this "
-                "call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), with the same "
-                "arguments, in the same order."
-            ) from error
-        return [json.loads(text) for text in store.multi_get(keys)]
+            yield
+        except AgreementError:
+            raise
+        except Exception as error:
+            if not self.alone:
+                self._store.set(f"{name}/failed", f"rank {self.rank}: {type(error).__name__}: {error}")
+            raise
+
+    def peer_gave_up(self) -> str | None:
+        """Why a rank left the mesh's groups, if one did."""
+        if self.alone or not self._store.check(["gave up"]):
+            return None
+        return self._store.get("gave up").decode()
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(self.prefix, default_store())
+
+    def _wait(self, keys: Sequence[str], exchange: str) -> None:
+        """Poll: a blocking wait could not notice that a rank failed."""
+        deadline, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
+        failed = f"{exchange.partition('/')[0]}/failed"
+        while not self._store.check(list(keys)):
+            if self._store.check([failed]):
+                raise AgreementError(f"Rank {self.rank} stops, as {self._store.get(failed).decode()}")
+            if time.monotonic() > deadline:
+                missing = [rank for rank, name in enumerate(keys) if not self._store.check([name])]
+                self._give_up(
+                    f"Rank {self.rank} waited {self.timeout} for ranks {missing} to reach {exchange!r}: they did not "
+                    "make this call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), "
+                    "with the same arguments, in the same order."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
+        self._store.set("gave up", reason)
+        leave_groups(self.mesh)
+        raise AgreementError(reason)
 
     def same(self, key: str, value: Sequence[str], what: str) -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.

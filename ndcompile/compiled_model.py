@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class CompiledModel:
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.seed: int | None = None
-        self.random_steps = 0
+        self.random_steps = self.loads = 0
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
     def bind(self) -> None:
@@ -96,7 +96,11 @@ class CompiledModel:
         ]
         _, mesh_shape, coordinate = self.store.layout(self.store.slots[0].entry)
         targets += buffer_targets(self.model, mesh_shape, coordinate)
-        return load_into(self.shadow.module, targets, folder, progress=dist.get_rank() == 0, strict=strict)
+        self.loads += 1
+        with self.agreement.step(name := f"load{self.loads}"):
+            report = load_into(self.shadow.module, targets, folder, progress=dist.get_rank() == 0, strict=strict)
+        self.agreement.exchange(f"{name}/done", True)
+        return report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.__signature__, args, kwargs)
@@ -104,8 +108,16 @@ class CompiledModel:
         program = self._program(call)
         inputs = self._inputs(program, call)
         with no_autocast():
-            outputs = program.run(*inputs)
+            outputs = self._run(program, inputs)
         return pytree.tree_unflatten(list(outputs), program.captured.output_spec)
+
+    def _run(self, program: Program, inputs: list[Tensor]) -> Sequence[Tensor]:
+        try:
+            return program.run(*inputs)
+        except RuntimeError as error:  # a lost connection, if a rank gave up
+            if (reason := self.agreement.peer_gave_up()) is not None:
+                raise AgreementError(f"A rank left: {reason}") from error
+            raise
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
@@ -117,7 +129,12 @@ class CompiledModel:
             if program.captured.serves(call.batch, call.sequence):
                 return program
         dynamic = self.dynamic is True or (self.dynamic is None and len(signature.programs) > 0)
-        signature.programs.append(self._build(call, dynamic, signature))
+        try:
+            with self.agreement.step(f"capture{self.agreement.captures}"):
+                signature.programs.append(self._build(call, dynamic, signature))
+        finally:
+            if not signature.programs:  # the next call of this signature agrees on it anew
+                del self.signatures[key]
         return signature.programs[-1]
 
     def _agree_on_signature(self, key: tuple[Any, ...], call: Call) -> Signature:

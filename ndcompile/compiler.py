@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.aliases import alias_parameters
 from ndcompile.call import bind
 from ndcompile.capture import copy_without_weights
 from ndcompile.compiled_model import CompiledModel
@@ -80,7 +82,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = Tru
     """Fill a compiled model from a folder of safetensors, each rank reading its own bytes. No collectives.
 
     Parameters keep their identity, so an optimizer may exist already. See `ndcompile.loader.load_into` for `strict` and
-    for what is refused.
+    for what is refused. A rank that cannot load makes the others raise as well.
     """
     return compiled_model(model).load(folder, strict=strict)
 
@@ -93,6 +95,27 @@ def lower_only(model: nn.Module, batch: int, sequence: int) -> Partitioner:
     compiled = compiled_model(model)
     ids = torch.empty(batch, sequence, dtype=torch.int64, device=compiled.mesh.device)
     return compiled.lower_only(bind(compiled.__signature__, (), {"input_ids": ids, "labels": ids.clone()}))
+
+
+def local_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Plain Parameters that share memory with this rank's shards of the trainable parameters, and with their gradients.
+
+    For optimizers that fail on DTensors, such as SGD(fused=True): give it these instead of `model.parameters()`.
+    Exact for optimizers that update every element by itself (SGD, Adam and their kin); one that looks at whole matrices
+    (Muon, Adafactor) would see shards. Clear gradients through that optimizer, and clip those of `model.parameters()`:
+    a norm of the aliases is that of one rank's shards. Ask again after `model.to(dtype)`. State of such an optimizer is
+    this rank's own.
+    """
+    return alias_parameters(compiled_model(model).store)
+
+
+def set_agreement_timeout(model: nn.Module, timeout: timedelta) -> None:
+    """How long a rank of `model` waits for the others when weights are loaded and graphs are captured (30 minutes).
+
+    After it the rank raises AgreementError, and closes its connections so that the others fail too. It must be longer
+    than a compile.
+    """
+    compiled_model(model).agreement.timeout = timeout
 
 
 def data_rank(model: nn.Module) -> int:

@@ -20,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import MeshError
-from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, default_group, register_process_group
+from ndcompile.torch_private import (
+    CAN_KEEP_RANK_ORDER,
+    default_group,
+    register_process_group,
+    resolve_process_group,
+    unregister_process_group,
+)
 
 AXES = ("dp_replicate", "tp", "fsdp")
 """Storage order."""
@@ -162,6 +168,25 @@ def _mesh_of(ranks: torch.Tensor, names: tuple[str, ...], device_type: str) -> S
     if key not in known:
         known[key] = _create_mesh(ranks, names, device_type, f"nd{len(known)}")
     return known[key]
+
+
+def leave_groups(mesh: StorageMesh) -> None:
+    """Close this rank's connections of every axis, so that ranks that wait for it in a collective fail at once.
+
+    The mesh and its models are of no use afterwards. gloo has no abort: it closes when nothing refers to the group.
+    """
+    for known in _meshes.values():
+        for key in [key for key, other in known.items() if other is mesh]:
+            del known[key]
+    groups = [resolve_process_group(axis.group) for axis in mesh.axes.values()]
+    for axis in mesh.axes.values():
+        unregister_process_group(axis.group)
+    getattr(mesh.device_mesh, "_pg_registry", {}).clear()
+    while groups:
+        group = groups.pop()
+        if mesh.backend == "nccl":
+            group.abort()
+        dist.destroy_process_group(group)
 
 
 def _create_mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, prefix: str) -> StorageMesh:

@@ -29,6 +29,12 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.distributed_c10d import (
     _register_process_group as register_process_group,
 )
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group as resolve_process_group,
+)
+from torch.distributed.distributed_c10d import (
+    _unregister_process_group as unregister_process_group,
+)
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -68,6 +74,8 @@ __all__ = [
     "make_fx",
     "min_cut_rematerialization_partition",
     "register_process_group",
+    "resolve_process_group",
     "select_decomp_table",
     "tracing",
+    "unregister_process_group",
 ]
