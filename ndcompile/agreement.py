@@ -129,11 +129,11 @@ class Agreement:
                 _same_input(name, {rank: hashes[name] for rank, hashes in group.items()})
         return next(s for d, s, _ in records if d == self.mesh.data_rank) if len(records) > 1 else seed
 
-    def compile_once(self, compile: Callable[[], T]) -> T:
-        """Compile on the first rank of each host, then on the others, which find the result in inductor's cache."""
+    def compile_once(self, graph: str, compile: Callable[[], T]) -> T:
+        """Compile `graph` on the first rank of each host, then on the others, which find it in inductor's cache."""
         if self.alone:
             return compile()
-        key = f"capture{self.captures}/compile"
+        key = f"capture{self.captures}/{graph}"
         hosts = self.exchange(f"{key}/host", socket.gethostname())
         leader = hosts.index(hosts[self.rank])
         store = dist.PrefixStore(self.prefix, default_store())

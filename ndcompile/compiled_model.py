@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,8 +160,7 @@ class CompiledModel:
         else:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
-            once = self.backend == "inductor"  # the others then load the result from inductor's cache
-            run, graphs = (self.agreement.compile_once if once else _call)(lambda: lower(captured, self.backend))
+            run, graphs = lower(captured, self.backend, self.agreement.compile_once)
         return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
 
     def lower_only(self, call: Call) -> Partitioner:
@@ -220,7 +219,3 @@ class CompiledModel:
         raise UnsupportedError(
             "A compiled model cannot be pickled. Save its state_dict() with torch.distributed.checkpoint."
         )
-
-
-def _call(function: Callable[[], Any]) -> Any:
-    return function()

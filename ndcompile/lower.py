@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ndcompile.capture import Captured
-from ndcompile.partition import Partitioner
+from ndcompile.partition import CompileOnce, Partitioner
 from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
@@ -23,15 +23,16 @@ BACKENDS = ("inductor", "aot_eager")
 Compiled = Callable[..., Sequence[Tensor]]
 
 
-def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
+def lower(captured: Captured, backend: str, once: CompileOnce | None = None) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
+    once(name, compile) lets one rank compile a graph before the others, which then load it from inductor's cache.
     `aot_eager` runs the same partitioned graphs without inductor. Autocast is off while lowering and running: the
     casts of the call that was captured are nodes of the graph.
     """
     module = captured.module
     module.recompile()
-    partitioner = Partitioner()
+    partitioner = Partitioner(once)
     fakes = [node.meta["val"] for node in captured.placeholders]
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
@@ -41,7 +42,7 @@ def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
             stack.enter_context(torch.no_grad())
         if backend == "inductor":
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
-            return compile_fx(module, fakes, inner_compile=partitioner.recording_inner_compile()), partitioner
+            return compile_fx(module, fakes, inner_compile=partitioner.inner_compile), partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,
             inference_compiler=partitioner.record_and_run,

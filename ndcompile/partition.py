@@ -44,10 +44,14 @@ LAYOUT_OPS = {
 """What stands between an all-gather and the use of the full weight."""
 
 
+CompileOnce = Callable[[str, Callable[[], Any]], Any]
+
+
 class Partitioner(CustomPartitionerFn):
     """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: CompileOnce | None = None) -> None:
+        self.once = once
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
 
@@ -57,6 +61,13 @@ class Partitioner(CustomPartitionerFn):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.forward, self.backward = forward, backward
         return forward, backward
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Partitioner:
+        return self
+
+    def __reduce__(self) -> tuple[type[Partitioner], tuple[()]]:
+        """Inductor copies and pickles its config, which holds this object, for a cache key: the class is all of it."""
+        return Partitioner, ()
 
     def uuid(self) -> Any:
         """Part of inductor's cache key: the same source gives the same partition."""
@@ -68,15 +79,14 @@ class Partitioner(CustomPartitionerFn):
             self.forward = gm
         return make_boxed_func(gm.forward)
 
-    def recording_inner_compile(self) -> Callable[..., Any]:
-        """Inductor's compiler, keeping an inference graph, which no partition sees."""
-
-        def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[object], **kwargs: Any) -> Any:
-            if self.forward is None:
-                self.forward = gm
+    def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[object], **kwargs: Any) -> Any:
+        """Inductor's compiler for one of the graphs. Keeps an inference graph, which no partition sees."""
+        if self.forward is None:
+            self.forward = gm
+        if self.once is None:
             return compile_fx_inner(gm, example_inputs, **kwargs)
-
-        return inner_compile
+        name = "backward" if kwargs.get("is_backward") else "forward"
+        return self.once(name, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
 
     def collective_counts(self) -> dict[str, Counter[str]]:
         """Collectives of the forward and the backward graph by kind."""
