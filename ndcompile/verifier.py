@@ -8,7 +8,7 @@ from ndcompile.errors import VerifyError
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
 from ndcompile.redistribute import average_gradient, redistribute, unshard
-from ndcompile.types import varying_over_tp
+from ndcompile.type_inference import replicated_over_tp, varying_over_tp
 
 
 def verify(graph: fx.Graph, context: PassContext, after: str) -> None:
@@ -43,13 +43,24 @@ def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
 
 
 def check_gradients(graph: fx.Graph, varying: set[fx.Node]) -> None:
-    """No invariant value's gradient stays partial."""
+    """No invariant value's gradient stays partial, and none is summed that is already whole."""
+    replicated, mixed = replicated_over_tp(graph, varying)
     for node in graph.nodes:
-        for source in unreduced_inputs(node, varying):
+        for source in unreduced_inputs(node, varying, replicated):
             raise VerifyError(
                 f"{_where(source)} is the same on all tp ranks but is used on shards by {_where(node)}: its gradient "
                 "would be partial. Keep the pass 'complete_boundaries' enabled."
             )
+        if node.target is redistribute and node.args[3] == "I" and node.args[0] in varying:
+            raise VerifyError(
+                f"{_where(node)} takes a value that is the same on all tp ranks, but was given a shard or partial sum, "
+                f"{_where(node.args[0])}. Close the region before it with 'rowwise' or 'all_reduce' in tp_plan."
+            )
+    if mixed:
+        raise VerifyError(
+            f"{_where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. Keep "
+            "the pass 'complete_boundaries' enabled."
+        )
 
 
 def check_parameters(graph: fx.Graph, context: PassContext) -> None:

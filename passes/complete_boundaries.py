@@ -10,7 +10,9 @@ After:
     alpha_r = redistribute(alpha, "tp", 2, "I", "R")       backward: all-reduce
     act = mul(up, alpha_r)
 
-A value that is invariant needs this node wherever it meets a varying one, so inserting it is exact.
+A value that is invariant needs this node wherever it meets a varying one, so inserting it is exact. An I -> R node of
+the plan whose value does not stay with shards (it is concatenated with an invariant value, say) is withdrawn, and
+inserted where the shards are met.
 """
 
 from __future__ import annotations
@@ -22,9 +24,22 @@ from torch import fx
 
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import redistribute
-from ndcompile.types import varying_over_tp
+from ndcompile.type_inference import replicated_over_tp, varying_over_tp
 
 _logger = logging.getLogger("ndcompile.passes")
+
+aten = torch.ops.aten
+
+LAYOUT_OPS = {
+    aten.contiguous.default,
+    aten.expand.default,
+    aten.reshape.default,
+    aten.to.dtype,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+"""Before these a value is no larger than after them, or only laid out otherwise: the cheaper place for a sum."""
 
 
 def complete_boundaries(graph: fx.Graph, context: PassContext) -> None:
@@ -33,24 +48,58 @@ def complete_boundaries(graph: fx.Graph, context: PassContext) -> None:
     if axis is None:
         return
     varying = varying_over_tp(graph, context.plan)
+    withdraw_mixed(graph, varying)
+    replicated, _ = replicated_over_tp(graph, varying)
     for node in list(graph.nodes):
-        for source in unreduced_inputs(node, varying):
-            with graph.inserting_before(node):
+        for source in unreduced_inputs(node, varying, replicated):
+            source, user = _before_layout(source, node)
+            with graph.inserting_before(user):
                 moved = graph.call_function(redistribute, (source, axis.group, axis.size, "I", "R"))
-            moved.meta.update(source.meta, custom=dict(node.meta.get("custom", {})))
-            node.replace_input_with(source, moved)
+            moved.meta.update(source.meta, custom=dict(user.meta.get("custom", {})))
+            user.replace_input_with(source, moved)
+            replicated.add(moved)
             _logger.info("%s enters shards at %s without a rule of the tp_plan: its gradient is summed", source, node)
 
 
-def unreduced_inputs(node: fx.Node, varying: set[fx.Node]) -> list[fx.Node]:
-    """Differentiable invariant inputs of a node that varies: their gradient would stay partial."""
-    if node not in varying or node.target is redistribute or not node.meta["differentiable"]:
+def unreduced_inputs(node: fx.Node, varying: set[fx.Node], replicated: set[fx.Node]) -> list[fx.Node]:
+    """Differentiable invariant inputs of a node whose gradient is partial."""
+    enters = node.target is redistribute and node.args[3] == "I"
+    partial = node in varying if node.target is not redistribute else node.args[3] != "I"
+    if enters or not partial or not node.meta["differentiable"]:
         return []
     return [
         source
         for source in node.all_input_nodes
-        if source not in varying
-        and source.meta["differentiable"]
-        and not (source.target is redistribute and source.args[4] == "R")
-        and source.target is not torch.ops.aten.sym_size.int
+        if source.meta["differentiable"] and source not in varying and source not in replicated
     ]
+
+
+def withdraw_mixed(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """Erase the I -> R nodes whose values meet invariant ones, until none does."""
+    while True:
+        replicated, mixed = replicated_over_tp(graph, varying)
+        origins = {origin for node in mixed for origin in _origins(node, replicated)}
+        if not origins:
+            return
+        for origin in origins:
+            origin.replace_all_uses_with(origin.args[0])
+            graph.erase_node(origin)
+
+
+def _origins(node: fx.Node, replicated: set[fx.Node]) -> set[fx.Node]:
+    """The I -> R nodes that made the R inputs of a node."""
+    origins, stack = set(), [source for source in node.all_input_nodes if source in replicated]
+    while stack:
+        found = stack.pop()
+        if found.target is not redistribute:
+            stack += [source for source in found.all_input_nodes if source in replicated]
+        elif found.args[3] == "I":
+            origins.add(found)
+    return origins
+
+
+def _before_layout(source: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Go up from `source` over layout operators that only lead to `user`."""
+    while source.target in LAYOUT_OPS and len(source.users) == 1:
+        source, user = source.args[0], source
+    return source, user

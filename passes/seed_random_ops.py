@@ -21,7 +21,7 @@ from ndcompile.errors import VerifyError
 from ndcompile.graph_input import GraphInput
 from ndcompile.pass_context import PassContext
 from ndcompile.random_ops import attention_op, dropout_op
-from ndcompile.types import varying_over_tp
+from ndcompile.type_inference import varying_over_tp
 
 aten = torch.ops.aten
 

@@ -1,4 +1,8 @@
-"""Which values of a graph vary over tp: a small type inference that passes and the verifier share."""
+"""Types of a graph's values over tp: a small inference that passes and the verifier share.
+
+varying: differs between the ranks of a tp group. replicated (R): equal on all, its gradient is partial and is summed by
+the I -> R node that it comes from. Everything else is invariant (I): equal on all, and so must its gradient be.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,25 @@ def varying_over_tp(graph: fx.Graph, plan: ShardingPlan) -> set[fx.Node]:
     return varying
 
 
+def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Differentiable nodes of type R, and the nodes that mix R with I: no one type fits their gradient."""
+    replicated: set[fx.Node] = set()
+    mixed = []
+    for node in graph.nodes:
+        inputs = [source for source in node.all_input_nodes if source.meta["differentiable"]]
+        found = [source for source in inputs if source in replicated]
+        if node.target is redistribute:
+            if node.args[4] == "R" and node not in varying:
+                replicated.add(node)
+            if found and node.args[3] == "I":  # its backward gives an invariant gradient
+                mixed.append(node)
+        elif node.op == "output" or (found and len(found) < len(inputs) and node not in varying):
+            mixed += [node] if found else []
+        elif found and node not in varying and node.meta["differentiable"]:
+            replicated.add(node)
+    return replicated, mixed
+
+
 def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan) -> bool:
     if node.op == "placeholder":
         source = node.meta["input"]
@@ -46,8 +69,8 @@ def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan) -> bool:
     if node.target in SHAPE_ONLY or not _holds_tensor(node):
         return False
     if node.target is redistribute:
-        dst = node.args[4]
-        return dst.startswith("S") if dst != "R" else node.args[0] in varying
+        src, dst = node.args[3:5]
+        return dst.startswith("S") or ((src, dst) == ("I", "R") and node.args[0] in varying)
     return any(source in varying for source in node.all_input_nodes)
 
 
