@@ -58,7 +58,7 @@ class Call:
         return tuple(shape)
 
     def key(self) -> tuple[Any, ...]:
-        """What a graph is specialised on: names, structure, types; sizes other than batch and sequence; plain values."""
+        """What a graph is specialised on: names, structure, types, plain values, sizes but batch and sequence."""
         parts: list[Any] = [self.names, str(self.spec)]
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):

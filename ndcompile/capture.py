@@ -58,7 +58,7 @@ class Captured:
 
     def serves(self, batch: int, sequence: int) -> bool:
         """Whether what was assumed of the symbolic sizes while tracing and compiling holds for these sizes."""
-        env = self.fake_mode.shape_env
+        env: Any = self.fake_mode.shape_env
         values = {s.node.expr: v for s, v in ((self.batch, batch), (self.sequence, sequence)) if not isinstance(s, int)}
         if not values:
             return (self.batch, self.sequence) == (batch, sequence)
@@ -147,7 +147,9 @@ def mark_differentiable(graph: fx.Graph) -> None:
             differentiable = value.requires_grad
         else:
             carries = any(source.meta["differentiable"] for source in node.all_input_nodes)
-            floating = not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            floating = isinstance(value, tuple | list)  # of tensors; sizes are numbers
+            if isinstance(value, Tensor):
+                floating = value.is_floating_point() or value.is_complex()
             differentiable = enabled and carries and floating and node.target is not torch.ops.aten.detach.default
         node.meta["differentiable"] = differentiable
 
@@ -202,7 +204,7 @@ def _sizes(fake_mode: FakeTensorMode, call: Call, dynamic: bool) -> tuple[Any, A
     """Batch and sequence: numbers, or symbols whose hints are distinct and above 1, so that neither is specialised."""
     if not dynamic:
         return call.batch, call.sequence
-    env = fake_mode.shape_env
+    env: Any = fake_mode.shape_env
     batch_hint, sequence_hint = max(call.batch, 2), max(call.sequence, 2)
     if batch_hint == sequence_hint:
         batch_hint += 1

@@ -42,7 +42,8 @@ def lower(captured: Captured, backend: str, once: CompileOnce | None = None) -> 
             stack.enter_context(torch.no_grad())
         if backend == "inductor":
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
-            return compile_fx(module, fakes, inner_compile=partitioner.inner_compile), partitioner
+            compiled: Any = compile_fx(module, fakes, inner_compile=partitioner.inner_compile)
+            return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,
             inference_compiler=partitioner.record_and_run,

@@ -79,7 +79,7 @@ class Partitioner(CustomPartitionerFn):
             self.forward = gm
         return make_boxed_func(gm.forward)
 
-    def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[object], **kwargs: Any) -> Any:
+    def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's compiler for one of the graphs. Keeps an inference graph, which no partition sees."""
         if self.forward is None:
             self.forward = gm

@@ -100,12 +100,12 @@ REDISTRIBUTE: dict[tuple[str, str], tuple[Primitive, Primitive]] = {
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, step: Step, move: Primitive, back: Primitive) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, step: Step, move: Primitive, back: Primitive) -> Tensor:
         ctx.step, ctx.back = step, back
         return move(x, step)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         return ctx.back(grad, ctx.step), None, None, None
 
 
@@ -113,12 +113,12 @@ class _Unshard(torch.autograd.Function):
     """All-gather a parameter; its gradient is reduced in the parameter's own dtype, as a mean over the ranks."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str) -> Tensor:
         ctx.step, ctx.dtype, ctx.mean = step, x.dtype, mean
         return all_gather(x.to(dtype), step)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         grad, step = grad.to(ctx.dtype), ctx.step
         if ctx.mean == "avg":
             return reduce_scatter(grad, step, "avg"), None, None, None
@@ -127,12 +127,12 @@ class _Unshard(torch.autograd.Function):
 
 class _AverageGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: str, size: int, mean: str) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, group: str, size: int, mean: str) -> Tensor:
         ctx.group, ctx.size, ctx.mean = group, size, mean
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         op = "avg" if ctx.mean == "avg" else "sum"
         grad = collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), op, ctx.group))
         return grad if op == "avg" else grad / ctx.size, None, None, None

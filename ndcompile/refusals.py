@@ -12,11 +12,11 @@ from transformers.distributed import DistributedConfig
 from ndcompile.errors import UnsupportedError
 
 METHODS = {
-    "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an uncompiled "
-    "copy of the model.",
+    "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an "
+    "uncompiled copy of the model.",
     "save_pretrained": "save_pretrained() of a compiled model is not supported yet. Save with torch.distributed."
     "checkpoint (state_dict() holds DTensors), or gather parameter.full_tensor() on every rank.",
-    "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize first, then call ndcompile.compile.",
+    "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize, then call ndcompile.compile.",
     "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
     "set_attn_implementation": "set_attn_implementation() of a compiled model has no effect. Set it before "
     "ndcompile.compile.",
@@ -45,7 +45,7 @@ def check_model(model: Any) -> None:
         kind = type(model)
         if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
             raise UnsupportedError(
-                f"The model is wrapped in {kind.__name__}. Pass the plain transformers model: ndcompile shards it itself."
+                f"The model is wrapped in {kind.__name__}. Pass the plain model: ndcompile shards it itself."
             )
         raise TypeError(
             f"ndcompile.compile takes a transformers PreTrainedModel, not {kind.__module__}.{kind.__name__}."

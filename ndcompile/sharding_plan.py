@@ -98,7 +98,7 @@ class ShardingPlan:
 def build_plan(model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig) -> ShardingPlan:
     """Resolve transformers' TP and FSDP plans for `model` on axes of `sizes`.
 
-    `model` is only read, but for its `_tp_plan` and `_fsdp_plan`, into which transformers merges overrides: pass a copy.
+    Pass a copy of the model: transformers merges overrides into its `_tp_plan` and `_fsdp_plan`.
 
     Raises PlanError for a missing plan, unknown styles or keys, tied parameters with two placements, and sizes that tp
     cannot divide.
@@ -218,7 +218,7 @@ def _plan_parameter(
 
 
 PADDED_STYLES = {style for style in STYLES if style.startswith(("colwise", "rowwise", "embedding"))}
-"""Zero rows and columns of these change nothing: a rowwise weight multiplies what a padded colwise row gives by zero."""
+"""Padding these with zeros changes nothing: a rowwise weight multiplies what a padded colwise row gives by zero."""
 
 
 def _check_divisible(fqn: str, style: str, shape: torch.Size, placement: Placement, tp: int) -> None:

@@ -116,7 +116,7 @@ class ParameterStore:
         if local.shape != shape or local.device.type != self.mesh.device.type:
             raise UnsupportedError(
                 f"Parameter {slot.entry.fqn!r} now has a local tensor of shape {tuple(local.shape)} on {local.device}; "
-                f"the compiled model needs {tuple(shape)} on {self.mesh.device}. Compile the model again after the change."
+                f"the compiled model needs {tuple(shape)} on {self.mesh.device}. Compile again after the change."
             )
         if local.shape != slot.entry.storage_shape:
             buffer = torch.zeros(slot.entry.storage_shape, dtype=local.dtype, device=local.device)
@@ -145,7 +145,7 @@ class _ToLocal(torch.autograd.Function):
     """One autograd node from all DTensor parameters to their local buffers."""
 
     @staticmethod
-    def forward(ctx, slots: list[Slot], *parameters: nn.Parameter):  # type: ignore[override]
+    def forward(ctx, slots: list[Slot], *parameters: nn.Parameter):
         ctx.slots = slots
         local = tuple(slot.buffer.detach() for slot in slots)
         ctx.mark_non_differentiable(
@@ -155,7 +155,7 @@ class _ToLocal(torch.autograd.Function):
         return local
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None):  # type: ignore[override]
+    def backward(ctx, *grads: Tensor | None):
         return None, *(_to_dtensor(slot, grad) for slot, grad in zip(ctx.slots, grads, strict=True))
 
 

@@ -36,8 +36,8 @@ def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
     for output in graph.output_node().all_input_nodes:
         if output in varying:
             raise VerifyError(
-                f"An output of the model, {_where(output)}, is a shard or a partial sum over tp. Add a tp_plan rule that "
-                "gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for it "
+                f"An output of the model, {_where(output)}, is a shard or a partial sum over tp. Add a tp_plan rule "
+                "that gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for it "
                 "(output_attentions is per head)."
             )
 
@@ -58,8 +58,8 @@ def check_gradients(graph: fx.Graph, varying: set[fx.Node]) -> None:
             )
     if mixed:
         raise VerifyError(
-            f"{_where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. Keep "
-            "the pass 'complete_boundaries' enabled."
+            f"{_where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. "
+            "Keep the pass 'complete_boundaries' enabled."
         )
 
 
@@ -75,8 +75,8 @@ def check_parameters(graph: fx.Graph, context: PassContext) -> None:
             averaged.append(node.args[1])
         if node.users and (len(averaged) != len(set(averaged)) or set(averaged) != data):
             raise VerifyError(
-                f"The gradient of parameter {placeholder.meta['input'].name!r} is averaged over {averaged}, but the data "
-                f"axes are {sorted(data)}."
+                f"The gradient of parameter {placeholder.meta['input'].name!r} is averaged over {averaged}, but the "
+                f"data axes are {sorted(data)}."
             )
 
 
