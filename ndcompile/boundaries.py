@@ -118,19 +118,6 @@ def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorPar
     return local
 
 
-def mla_kv_a(shadow: Any, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
-    """The rope part of the output skips the colwise kv_b_proj and meets the rank's heads directly."""
-    forward, rope = module.forward, shadow.config.get_text_config().qk_rope_head_dim
-
-    @functools.wraps(forward)
-    def local(*args: Any, **kwargs: Any) -> Tensor:
-        output = forward(*args, **kwargs)
-        latent, rotary = output.split([output.shape[-1] - rope, rope], dim=-1)
-        return torch.cat([latent, tp.move(rotary, ("I", "R"))], dim=-1)
-
-    return local
-
-
 def moe_experts(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
     """Every rank runs its slice of every expert: hidden states and routing weights enter, the outputs are summed."""
     forward = module.forward
@@ -160,7 +147,6 @@ def moe_identity(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorP
 LOCAL_FORWARDS: dict[str, Callable[[Any, nn.Module, Style, TensorParallelAxis], Forward]] = {
     "rowwise": rowwise,
     "vocabulary": vocabulary,
-    "mla_kv_a": mla_kv_a,
     "moe_experts": moe_experts,
     "moe_identity": moe_identity,
 }

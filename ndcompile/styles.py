@@ -84,7 +84,7 @@ STYLES: dict[str, Style] = {
     "packed_colwise": Style(packed_out_features, enter=INTO_SHARDS),
     "packed_rowwise": Style(packed_in_features),
     "replicated_with_grad_allreduce": Style(parameters=INTO_SHARDS),
-    "mla_kv_a_proj": Style(local="mla_kv_a"),
+    "mla_kv_a_proj": Style(),  # the pass complete_boundaries finds where its rope part meets the rank's heads
     "all_reduce": Style(leave=SUM),
     "local_params": Style(),  # parameters are local tensors inside the graph anyway
     "replicate": Style(),
