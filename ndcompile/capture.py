@@ -36,6 +36,7 @@ from ndcompile.torch_private import (
     tracing,
 )
 from ndcompile.transformers_private import unpacked_positions
+from ndcompile.type_inference import SHAPE_ONLY, written_memory
 
 
 @dataclass
@@ -137,7 +138,11 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
 
 
 def mark_differentiable(graph: fx.Graph) -> None:
-    """Set `meta["differentiable"]`: whether a gradient flows back through the node. (Traced values are detached.)"""
+    """Set `meta["differentiable"]`: whether a gradient flows back through the node. (Traced values are detached.)
+
+    Memory that is written in place may become differentiable after the node that made it; its nodes count as such.
+    """
+    memory = written_memory(graph)
     enabled = True
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
@@ -150,7 +155,8 @@ def mark_differentiable(graph: fx.Graph) -> None:
             floating = isinstance(value, tuple | list)  # of tensors; sizes are numbers
             if isinstance(value, Tensor):
                 floating = value.is_floating_point() or value.is_complex()
-            differentiable = enabled and carries and floating and node.target is not torch.ops.aten.detach.default
+            cut = node.target is torch.ops.aten.detach.default or (node.target in SHAPE_ONLY and node not in memory)
+            differentiable = enabled and carries and floating and not cut
         node.meta["differentiable"] = differentiable
 
 

@@ -34,11 +34,45 @@ def varying_over_tp(graph: fx.Graph, plan: ShardingPlan) -> set[fx.Node]:
     Shards and the rank's index vary; what is computed from them varies, until a redistribution makes it invariant.
     Sizes never vary: every rank computes in the same shapes.
     """
+    memory = written_memory(graph)
     varying: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _varies(node, varying, plan):
-            varying.add(node)
-    return varying
+    written: set[int] = set()  # memory that holds something that varies
+    while True:
+        known = len(written)
+        for node in graph.nodes:
+            if _varies(node, varying, plan) or memory.get(node) in written:
+                varying.add(node)
+                if node in memory:
+                    written.add(memory[node])
+        if len(written) == known:
+            return varying
+
+
+def written_memory(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The nodes whose memory an operator of the graph writes in place, with a number for each piece of memory.
+
+    A write through one view is seen by the others, so nodes of one memory share a type.
+    """
+    written = {_storage(target) for node in graph.nodes for target in _written(node)} - {None}
+    keys = ((node, _storage(node)) for node in graph.nodes)
+    return {node: key for node, key in keys if key is not None and key in written}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    given = [*node.args, *(node.kwargs.get(a.name) for a in node.target._schema.arguments[len(node.args) :])]
+    arguments = zip(node.target._schema.arguments, given, strict=False)
+    writes = [
+        value for argument, value in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [value for value in writes if isinstance(value, fx.Node)]
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
