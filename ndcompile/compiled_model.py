@@ -24,7 +24,7 @@ from ndcompile.capture import Captured, Shadow, capture
 from ndcompile.errors import AgreementError, NdcompileError, UnsupportedError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.loader import LoadReport, Target, buffer_targets, load_into, materialize_buffers
-from ndcompile.lower import Compiled, lower, no_autocast
+from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
 from ndcompile.pass_context import PassContext
@@ -130,7 +130,7 @@ class CompiledModel:
                 return program
         dynamic = self.dynamic is True or (self.dynamic is None and len(signature.programs) > 0)
         try:
-            with self.agreement.step(f"capture{self.agreement.captures}"):
+            with self.agreement.step(f"capture{self.agreement.captures}"), no_inference_mode():
                 signature.programs.append(self._build(call, dynamic, signature))
         finally:
             if not signature.programs:  # the next call of this signature agrees on it anew

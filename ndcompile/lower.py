@@ -15,6 +15,7 @@ from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
     compile_fx,
+    make_boxed_func,
     select_decomp_table,
     tracing,
 )
@@ -38,9 +39,6 @@ def lower(captured: Captured, backend: str, once: CompileOnce | None = None) -> 
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
         stack.enter_context(no_autocast())
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
         if backend == "inductor":
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             compiled: Any = compile_fx(module, fakes, inner_compile=partitioner.inner_compile)
@@ -48,7 +46,7 @@ def lower(captured: Captured, backend: str, once: CompileOnce | None = None) -> 
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,
             inference_compiler=partitioner.record_and_run,
-            bw_compiler=partitioner.record_and_run,
+            bw_compiler=lambda gm, inputs: without_autocast(partitioner.record_and_run(gm, inputs)),
             partition_fn=partitioner,
             decompositions=select_decomp_table(),
         )
@@ -61,6 +59,25 @@ def no_autocast() -> ExitStack:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a boxed graph, with autocast off: scripts call `loss.backward()` under autocast, too."""
+
+    def plain(*inputs: Any) -> Any:
+        with no_autocast():
+            return run(list(inputs))
+
+    return make_boxed_func(plain)
+
+
+def no_inference_mode() -> ExitStack:
+    """Context for tracing: fake tensors made in inference mode could not take part in it."""
+    stack = ExitStack()
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
     return stack
 
 
