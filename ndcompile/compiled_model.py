@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, Shadow, capture
-from ndcompile.errors import AgreementError, NdcompileError, UnsupportedError
+from ndcompile.errors import AgreementError, NdcompileError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.loader import LoadReport, Target, buffer_targets, load_into, materialize_buffers
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
@@ -209,13 +209,3 @@ class CompiledModel:
         if tensor.ndim and tensor.device.type != self.mesh.device.type:
             raise ValueError(f"Argument {name} is on {tensor.device}, the model on {self.mesh.device}.")
         return tensor.contiguous()
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        raise UnsupportedError(
-            "A compiled model cannot be copied. Copy the model before ndcompile.compile, or compile a second one."
-        )
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "A compiled model cannot be pickled. Save its state_dict() with torch.distributed.checkpoint."
-        )

@@ -23,7 +23,7 @@ from ndcompile.lower import BACKENDS
 from ndcompile.mesh import USER_AXES, config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
-from ndcompile.refusals import check_model, check_options
+from ndcompile.refusals import check_model, check_optimizers, check_options
 from ndcompile.sharding_plan import build_plan
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
@@ -60,6 +60,7 @@ def compile(
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
     check_disabled(disable_passes)
     check_model(model)
+    check_optimizers(model)
     config = _config(model, distributed_config)
     check_options(config)
     weights = {} if checkpoint is not None else real_weights(model)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -12,6 +15,8 @@ from transformers.distributed import DistributedConfig
 from ndcompile.errors import UnsupportedError
 
 METHODS = {
+    "__reduce_ex__": "A compiled model cannot be copied or pickled. Copy the model before ndcompile.compile; save its "
+    "state_dict() with torch.distributed.checkpoint.",
     "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an "
     "uncompiled copy of the model.",
     "save_pretrained": "save_pretrained() of a compiled model is not supported yet. Save with torch.distributed."
@@ -30,6 +35,19 @@ def refuse_methods(model: nn.Module) -> None:
     for name, sentence in METHODS.items():
         if hasattr(model, name):
             setattr(model, name, _raiser(sentence))
+    model.hf_device_map = _RefusedDeviceMap()  # type: ignore[assignment]
+
+
+class _RefusedDeviceMap(Mapping):
+    """Trainer and accelerate look at a model's device map before they wrap its forward or move it."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise UnsupportedError(
+            "Trainer and accelerator.prepare() cannot take a compiled model yet: they would wrap and move it. Write "
+            "the training loop with model(...).loss.backward() and an optimizer, and do not prepare the model."
+        )
+
+    __len__ = __iter__ = __getitem__ = _refuse
 
 
 def refuse_inner_calls(model: nn.Module) -> None:
@@ -67,6 +85,22 @@ def check_model(model: Any) -> None:
         if fqn and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
             raise UnsupportedError(
                 f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
+            )
+
+
+def check_optimizers(model: nn.Module) -> None:
+    """Raises UnsupportedError if an optimizer holds parameters of the model, which compile replaces.
+
+    An optimizer that is no torch.optim.Optimizer, or holds copies of the parameters, is not found.
+    """
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer) or not hasattr(optimizer, "param_groups"):
+            continue
+        if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            raise UnsupportedError(
+                f"A {type(optimizer).__name__} optimizer was built before ndcompile.compile, which replaces "
+                "parameters: it would update tensors that nobody uses. Compile first, then build the optimizer."
             )
 
 
