@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import models
@@ -103,3 +103,23 @@ def _step(model: torch.nn.Module, reference: torch.nn.Module) -> dict[str, float
         torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.1).step()
     expected = dict(reference.named_parameters())
     return {name: error(full(p.detach()), expected[name].detach()) for name, p in model.named_parameters()}
+
+
+def assert_parity(pool: Any, case: Case, checkpoint: str, seeds: tuple[int, ...] = (0,)) -> None:
+    """All ranks agree with the single-process model within LIMIT.
+
+    A tensor over it passes only if both sides agree to EXACT_LIMIT in float64 (a gradient that is zero in theory has
+    nothing but noise in float32).
+    """
+    over = _exceeding(pool, case, checkpoint, seeds, workers.LIMIT)
+    if over:
+        exact = _exceeding(pool, replace(case, dtype=torch.float64), checkpoint, seeds, workers.EXACT_LIMIT)
+        failed = {name: (value, exact[name]) for name, value in over.items() if name in exact}
+        assert not failed, f"{case}: errors in float32 and float64: {failed}"
+
+
+def _exceeding(pool: Any, case: Case, checkpoint: str, seeds: tuple[int, ...], limit: float) -> dict[str, float]:
+    over: dict[str, float] = {}
+    for comparison in pool(compare, case, checkpoint, seeds):
+        over |= comparison.exceeding(limit)
+    return over
