@@ -137,7 +137,7 @@ def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None
             raise PlanError(
                 f"tp={tp} does not divide the {count} heads of {path!r}. Legal tp sizes for {type(model).__name__}: "
                 f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{_generic(path)!r}: "
-                "'colwise_gather_output'}} and a 'rowwise_split_input' output projection."
+                "'colwise_gather_output'} and a 'rowwise_split_input' output projection."
             )
 
 
