@@ -129,11 +129,14 @@ class Agreement:
                 _same_input(name, {rank: hashes[name] for rank, hashes in group.items()})
         return next(s for d, s, _ in records if d == self.mesh.data_rank) if len(records) > 1 else seed
 
-    def compile_once(self, graph: str, compile: Callable[[], T]) -> T:
-        """Compile `graph` on the first rank of each host, then on the others, which find it in inductor's cache."""
-        if self.alone:
+    def compile_once(self, compile: Callable[[], T]) -> T:
+        """Compile on the first rank of each host, then on the others, which find the result in inductor's cache.
+
+        On GPUs the ranks compile side by side: the device's index is part of the code, so their results differ.
+        """
+        if self.alone or self.mesh.device.type != "cpu":
             return compile()
-        key = f"capture{self.captures}/{graph}"
+        key = f"capture{self.captures}/compile"
         hosts = self.exchange(f"{key}/host", socket.gethostname())
         leader = hosts.index(hosts[self.rank])
         store = dist.PrefixStore(self.prefix, default_store())

@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,14 +161,15 @@ class CompiledModel:
         else:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
-            run, graphs = lower(captured, self.backend, self.agreement.compile_once)
+            compile = partial(lower, captured, self.backend)
+            run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
         return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
 
     def lower_only(self, call: Call) -> Partitioner:
-        """Capture and lower this call without running it, weights or other ranks: for inspection."""
+        """Capture and partition this call without running it, weights or other ranks: for inspection."""
         captured = capture(self.shadow, self.model, call, dynamic=self.dynamic is True)
         run_passes(captured, self._pass_context(captured), self.disabled)
-        return lower(captured, self.backend)[1]
+        return lower(captured, "aot_eager")[1]
 
     def _pass_context(self, captured: Captured) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from ndcompile.capture import Captured
-from ndcompile.partition import CompileOnce, Partitioner
+from ndcompile.partition import Partitioner, partition_tags
 from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
+    backward_compiled_with_forward,
     compile_fx,
     make_boxed_func,
     select_decomp_table,
@@ -25,23 +26,23 @@ BACKENDS = ("inductor", "aot_eager")
 Compiled = Callable[..., Sequence[Tensor]]
 
 
-def lower(captured: Captured, backend: str, once: CompileOnce | None = None) -> tuple[Compiled, Partitioner]:
+def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
-    once(name, compile) lets one rank compile a graph before the others, which then load it from inductor's cache.
     `aot_eager` runs the same partitioned graphs without inductor. Autocast is off while lowering and running: the
     casts of the call that was captured are nodes of the graph.
     """
     module = captured.module
     module.recompile()
-    partitioner = Partitioner(once)
+    partitioner = Partitioner(partition_tags(module.graph))
     fakes = [node.meta["val"] for node in captured.placeholders]
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
         stack.enter_context(no_autocast())
         if backend == "inductor":
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
-            compiled: Any = compile_fx(module, fakes, inner_compile=partitioner.inner_compile)
+            stack.enter_context(backward_compiled_with_forward())
+            compiled: Any = compile_fx(module, fakes)
             return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,

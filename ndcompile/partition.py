@@ -6,9 +6,11 @@ product (all-gather, wait, views) is tagged to be recomputed, so that the shard 
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.torch_private import (
     CustomPartitionerFn,
-    compile_fx_inner,
     get_hash_for_files,
     make_boxed_func,
     min_cut_rematerialization_partition,
+)
+
+LOWERING_SOURCES = tuple(
+    str(Path(__file__).with_name(name)) for name in ("partition.py", "random_ops.py", "redistribute.py")
 )
 
 aten = torch.ops.aten
@@ -44,14 +49,15 @@ LAYOUT_OPS = {
 """What stands between an all-gather and the use of the full weight."""
 
 
-CompileOnce = Callable[[str, Callable[[], Any]], Any]
-
-
 class Partitioner(CustomPartitionerFn):
-    """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled."""
+    """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled, unless they came from a cache.
 
-    def __init__(self, once: CompileOnce | None = None) -> None:
-        self.once = once
+    tags: what the partition depends on besides the graph's text, see `partition_tags`. It is all that a copy or a
+    pickle holds, as inductor makes both of its config to compute cache keys.
+    """
+
+    def __init__(self, tags: str = "") -> None:
+        self.tags = tags
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
 
@@ -65,13 +71,12 @@ class Partitioner(CustomPartitionerFn):
     def __deepcopy__(self, memo: dict[int, object]) -> Partitioner:
         return self
 
-    def __reduce__(self) -> tuple[type[Partitioner], tuple[()]]:
-        """Inductor copies and pickles its config, which holds this object, for a cache key: the class is all of it."""
-        return Partitioner, ()
+    def __reduce__(self) -> tuple[type[Partitioner], tuple[str]]:
+        return Partitioner, (self.uuid(),)
 
-    def uuid(self) -> Any:
-        """Part of inductor's cache key: the same source gives the same partition."""
-        return get_hash_for_files((__file__,))
+    def uuid(self) -> str:
+        """Part of the cache keys: the tags, and the sources that say what the distributed nodes lower to."""
+        return f"{get_hash_for_files(LOWERING_SOURCES).hex()} {self.tags}"
 
     def record_and_run(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         """Compiler of the `aot_eager` backend: run the graph as it is."""
@@ -79,19 +84,20 @@ class Partitioner(CustomPartitionerFn):
             self.forward = gm
         return make_boxed_func(gm.forward)
 
-    def inner_compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Inductor's compiler for one of the graphs. Keeps an inference graph, which no partition sees."""
-        if self.forward is None:
-            self.forward = gm
-        if self.once is None:
-            return compile_fx_inner(gm, example_inputs, **kwargs)
-        name = "backward" if kwargs.get("is_backward") else "forward"
-        return self.once(name, lambda: compile_fx_inner(gm, example_inputs, **kwargs))
-
     def collective_counts(self) -> dict[str, Counter[str]]:
         """Collectives of the forward and the backward graph by kind."""
         graphs = {"forward": self.forward, "backward": self.backward}
         return {name: count_collectives(gm) for name, gm in graphs.items() if gm is not None}
+
+
+def partition_tags(graph: fx.Graph) -> str:
+    """A digest of the metadata that steers the partition and that the graph's text does not show."""
+    tags = [
+        (node.name, str(node.meta.get("recompute")), node.meta.get("ac_graph_id"), node.meta["custom"].get("unshard"))
+        for node in graph.nodes
+        if "custom" in node.meta
+    ]
+    return hashlib.sha256(repr(tags).encode()).hexdigest()[:16]
 
 
 def count_collectives(gm: fx.GraphModule) -> Counter[str]:

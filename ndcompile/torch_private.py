@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.compiler
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
@@ -54,6 +55,12 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def backward_compiled_with_forward() -> AbstractContextManager[None]:
+    """While active, AOTAutograd compiles the backward graph at once, so that its cache entry is whole before a step."""
+    name = "force_non_lazy_backward_lowering"
+    return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
+
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "ConstantSource",
@@ -64,8 +71,8 @@ __all__ = [
     "StridedShard",
     "TracingContext",
     "aot_autograd",
+    "backward_compiled_with_forward",
     "compile_fx",
-    "compile_fx_inner",
     "compiling",
     "default_group",
     "default_store",
