@@ -35,7 +35,7 @@ def _compile(name, layout, overrides, **options):
 
 
 TP4 = (("tp", 4),)
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
+HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16}
 PLANS = {
     "heads that tp does not divide": (
         "llama", TP4, HEADS, {}, "tp=4 does not divide the 6 heads of 'model.layers.0.self_attn.q_proj'",
@@ -46,8 +46,9 @@ PLANS = {
         r"Legal tp sizes for LlamaForCausalLM: \[1, 2\]",
     ),
     "a packed intermediate size that tp does not divide": (
-        "phi3", TP2, {"intermediate_size": 129}, {}, r"'model.layers.0.mlp.gate_up_proj.weight' .* 2 packed parts of 129",
-        r"which tp=2 does not divide. Legal tp sizes for it: \[1, 3, 43, 129\]",
+        "llama", TP2, {"intermediate_size": 130}, {"tp_plan": {"model.layers.*.mlp.up_proj": "packed_colwise"}},
+        r"'model.layers.0.mlp.up_proj.weight' \(packed_colwise\) has size 130 on dim 0, 2 packed parts of 65",
+        r"which tp=2 does not divide. Legal tp sizes for it: \[1, 5, 13, 65\]",
     ),
     "an unknown style": (
         "llama", TP2, {}, {"tp_plan": {"model.layers.*.mlp.up_proj": "colwize"}},
@@ -111,7 +112,7 @@ def _part_of_the_world(ranks):
 @pytest.mark.parametrize(
     ("shape", "names", "config", "part"),
     [
-        ((4,), ("data",), None, r"Mesh axes \['data'\] are unknown. Name the axes out of \('dp_replicate', 'fsdp', 'tp'\)"),
+        ((4,), ("data",), None, r"Mesh axes \['data'\] are unknown. Name .* \('dp_replicate', 'fsdp', 'tp'\)"),
         ((2, 2), None, None, r"A mesh of shape \(2, 2\) needs mesh_dim_names"),
         ((2, 2), ("fsdp", "tp"), {"tp_size": 4}, "The mesh has .*tp=2.* but distributed_config asks for .*tp=4"),
     ],
