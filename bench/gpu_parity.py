@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ndcompile
+from ndcompile.layout import boxes, narrow
 
 Gradients = dict[str, torch.Tensor]
 
@@ -69,11 +70,25 @@ def compiled(config: Any, dtype: torch.dtype, folder: Path, mesh: Any) -> tuple[
     ids, labels = (x.chunk(ranks)[rank] for x in batch(config.get_text_config().vocab_size, ranks))
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # runs on every placement, and changes nothing
+    optimizer.step()
     return (
         loss.item(),
-        {n: p.grad.full_tensor().float() for n, p in model.named_parameters() if p.grad is not None},
+        {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None},
         rank,
     )
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The global tensor, put together from every rank's rectangles. (torch 2.11's full_tensor refuses packed layouts.)"""
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, (tensor.device_mesh.get_coordinate(), tensor.to_local().cpu()))
+    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for coordinate, local in pieces:
+        for box in boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate):
+            narrow(result, box.global_offset, box.size).copy_(narrow(local, box.local_offset, box.size))
+    return result.cuda()
 
 
 def worst(found: Gradients, expected: Gradients) -> tuple[float, str]:
