@@ -39,7 +39,7 @@ def dump(graph: fx.Graph, groups: Mapping[str, str]) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    return node.meta["input"].name if node.op == "placeholder" else node.name
+    return node.meta["input"].name.strip("[']") if node.op == "placeholder" else node.name
 
 
 def _text(value: Any, groups: Mapping[str, str]) -> str:
