@@ -16,7 +16,6 @@ from ndcompile.torch_private import (
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
-    make_boxed_func,
     select_decomp_table,
     tracing,
 )
@@ -29,8 +28,8 @@ Compiled = Callable[..., Sequence[Tensor]]
 def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
-    `aot_eager` runs the same partitioned graphs without inductor. Autocast is off while lowering and running: the
-    casts of the call that was captured are nodes of the graph.
+    `aot_eager` runs the same partitioned graphs without inductor. Lowering needs the autocast state of the
+    capture: it is here that casts become nodes. The compiled graphs, backward included, then run without autocast.
     """
     module = captured.module
     module.recompile()
@@ -38,7 +37,6 @@ def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
     fakes = [node.meta["val"] for node in captured.placeholders]
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
-        stack.enter_context(no_autocast())
         if backend == "inductor":
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
@@ -47,7 +45,7 @@ def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,
             inference_compiler=partitioner.record_and_run,
-            bw_compiler=lambda gm, inputs: without_autocast(partitioner.record_and_run(gm, inputs)),
+            bw_compiler=partitioner.record_and_run,
             partition_fn=partitioner,
             decompositions=select_decomp_table(),
         )
@@ -61,16 +59,6 @@ def no_autocast() -> ExitStack:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
-
-
-def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, a boxed graph, with autocast off: scripts call `loss.backward()` under autocast, too."""
-
-    def plain(*inputs: Any) -> Any:
-        with no_autocast():
-            return run(list(inputs))
-
-    return make_boxed_func(plain)
 
 
 def no_inference_mode() -> ExitStack:

@@ -39,6 +39,11 @@ class ParameterStore:
         """Replace the model's parameters by DTensors on the meta device; `materialize` gives them memory."""
         self.mesh = mesh
         modules = dict(model.named_modules())
+        self.tree = [
+            (fqn, modules[fqn.rpartition(".")[0]], fqn.rpartition(".")[2], module)
+            for fqn, module in modules.items()
+            if fqn
+        ]
         stored = dict(model.named_parameters())
         self.slots = [self._create(entry, stored[entry.fqn], modules) for entry in plan.parameters]
 
@@ -97,10 +102,13 @@ class ParameterStore:
 
         Raises NdcompileError when nothing was loaded yet, and UnsupportedError when a parameter was replaced.
         """
+        for fqn, parent, name, module in self.tree:
+            if parent._modules.get(name) is not module:
+                self._refuse_replaced("Module", fqn, parent._modules.get(name))
         for slot in self.slots:
             for owner, attribute in slot.owners:
                 if owner._parameters.get(attribute) is not slot.parameter:
-                    self._refuse_replaced(slot, owner._parameters.get(attribute))
+                    self._refuse_replaced("Parameter", slot.entry.fqn, owner._parameters.get(attribute))
             local = slot.parameter._local_tensor  # type: ignore[attr-defined]
             if local is not slot.local:
                 self._follow(slot, local)
@@ -128,10 +136,10 @@ class ParameterStore:
         else:
             slot.buffer = slot.local = local
 
-    def _refuse_replaced(self, slot: Slot, found: object) -> None:
+    def _refuse_replaced(self, kind: str, fqn: str, found: object) -> None:
         raise UnsupportedError(
-            f"Parameter {slot.entry.fqn!r} was replaced after compile (found {type(found).__name__}). Change the model "
-            "(adapters, resized embeddings, assigned state dicts) first, then call ndcompile.compile."
+            f"{kind} {fqn!r} was replaced after compile (found {type(found).__name__}). Change the model (adapters, "
+            "resized embeddings, assigned state dicts) first, then call ndcompile.compile."
         )
 
     def local_tensors(self) -> list[Tensor]:

@@ -150,13 +150,15 @@ def test_empty_input_is_refused(model):
         model(input_ids=IDS[:0])
 
 
-def test_the_backward_may_run_under_autocast():
+def test_autocast_is_honoured_and_the_backward_may_run_under_it():
     """Not recommended by torch, but what scripts do."""
     plain, model = models.build("llama", **ONE), models.build("llama", **ONE)
     ndcompile.compile(model, backend="aot_eager")
     for each in (plain, model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            each(input_ids=IDS, labels=LABELS).loss.backward()
+            output = each(input_ids=IDS, labels=LABELS)
+            assert output.logits.dtype == torch.bfloat16
+            output.loss.backward()
     gradient = plain.lm_head.weight.grad
     error = (model.lm_head.weight.grad.to_local() - gradient).abs().max() / gradient.abs().max()
     assert error < 0.02

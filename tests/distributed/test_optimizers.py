@@ -100,15 +100,15 @@ def _muon_step(checkpoint):
 
 
 def test_muon_sees_whole_matrices(ranks, checkpoint):
-    """It orthogonalises in bf16, so a step of about lr x 0.2 an element is compared to 5% of the largest."""
+    """It orthogonalises in bf16, where rounding is a tenth of the step; shards by themselves give another step."""
     model, loss = _plain()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     loss().backward()
     torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.1, weight_decay=0.0).step()
     for values in ranks(_muon_step, checkpoint("llama", **SMALL)):
         for name, parameter in model.named_parameters():
-            step = (parameter - before[name]).abs().max().item()
-            assert (values[name] - parameter).abs().max().item() <= 0.05 * step, name
+            step = (parameter - before[name]).norm().item()
+            assert (values[name] - parameter).norm().item() <= 0.2 * step, name
 
 
 def _two_steps_on_aliases(checkpoint, zero):
