@@ -81,7 +81,7 @@ def compiled(config: Any, dtype: torch.dtype, folder: Path, mesh: Any) -> tuple[
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """The global tensor, put together from every rank's rectangles. (torch 2.11's full_tensor refuses packed layouts.)"""
+    """The global tensor from every rank's rectangles; torch 2.11's full_tensor refuses packed layouts."""
     pieces: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pieces, (tensor.device_mesh.get_coordinate(), tensor.to_local().cpu()))
     result = torch.empty(tensor.shape, dtype=tensor.dtype)
