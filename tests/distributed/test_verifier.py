@@ -1,0 +1,112 @@
+"""The verifier finds what a wrong pass would do to a graph, and names node, module and remedy."""
+
+import re
+
+import models
+import pytest
+import torch
+import workers
+from torch import fx
+from workers import FSDP2_TP2
+
+from ndcompile.call import bind
+from ndcompile.capture import capture
+from ndcompile.compiler import compiled_model
+from ndcompile.errors import VerifyError
+from ndcompile.pipeline import run_passes
+from ndcompile.redistribute import redistribute, unshard
+from ndcompile.verifier import verify
+
+ONE = {"num_hidden_layers": 1}
+
+
+def _node(graph, target, module=""):
+    return next(
+        n for n in graph.nodes if n.target is target and n.meta.get("custom", {}).get("module", "").endswith(module)
+    )
+
+
+def _other_group(graph):
+    """A collective over a group that is no axis."""
+    node = _node(graph, redistribute)
+    node.args = (node.args[0], "world", *node.args[2:])
+
+
+def _other_size(graph):
+    node = _node(graph, unshard)
+    node.args = (*node.args[:2], 4, *node.args[3:])
+
+
+def _no_sum(graph):
+    """The all-reduce behind the last rowwise projection is lost, so that the output is partial."""
+    node = next(n for n in reversed(graph.nodes) if n.target is redistribute)
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def _no_gradient_sum(graph):
+    """The I -> R node in front of the MLP is lost, so that its input's gradient stays partial."""
+    node = next(n for n in graph.nodes if n.target is redistribute and n.args[3:5] == ("I", "R"))
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def _no_unshard(graph):
+    node = _node(graph, unshard, "lm_head")
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+DAMAGES = {
+    _other_group: r"runs over 'world' of size 2; axes are",
+    _other_size: r"in module 'model.embed_tokens' runs over '.*fsdp' of size 4; axes are",
+    _no_sum: r"An output of the model, '.*' in module 'lm_head'.* is a shard or a partial sum over tp\. Add a tp_plan rule",
+    _no_gradient_sum: r"is used on shards by .*: its gradient would be partial",
+    _no_unshard: r"The gradient of parameter 'lm_head.weight' is averaged over \[\], but the data axes are \['.*\.fsdp",
+}
+
+
+def _messages():
+    """What the verifier says of each damage to one captured graph."""
+    compiled = compiled_model(workers.compiled("llama", FSDP2_TP2, None, ONE))
+    ids = models.token_ids(2, 8)
+    captured = capture(compiled.shadow, compiled.model, bind(compiled.__signature__, (ids,), {}), False)
+    context = compiled._pass_context(captured)
+    run_passes(captured, context)
+    found = {}
+    for damage in DAMAGES:
+        graph = fx.Graph()
+        output = graph.graph_copy(captured.module.graph, {})
+        graph.output(output)
+        graph.output_node().meta.update(captured.module.graph.output_node().meta)
+        verify(graph, context, after="pipeline")
+        damage(graph)
+        try:
+            verify(graph, context, after="pipeline")
+        except VerifyError as error:
+            found[damage.__name__] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def messages(ranks):
+    return ranks(_messages)[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_graph_is_refused(damage, messages):
+    assert re.search(DAMAGES[damage], messages[damage.__name__])
+
+
+def _attentions():
+    model = workers.compiled("llama", FSDP2_TP2, None, ONE | {"attn_implementation": "eager"})
+    compiled_model(model).store.materialize()
+    for buffer in model.buffers():
+        torch.nn.init.zeros_(buffer)
+    model(input_ids=models.token_ids(2, 8), output_attentions=True)
+
+
+def test_attentions_are_per_head_and_refused_by_name_under_tp(ranks):
+    for kind, message in ranks.errors(_attentions):
+        assert kind == "VerifyError", message
+        assert "do not ask for it (output_attentions is per head)" in message
