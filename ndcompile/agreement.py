@@ -178,7 +178,7 @@ def tensor_hash(tensor: Tensor) -> str:
     content = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{content.dtype} {tuple(content.shape)}".encode())
     if content.numel():
-        digest.update(content.reshape(-1).view(torch.uint8).numpy())
+        digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -168,7 +168,7 @@ def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequenc
             entry = shadow.plan.by_name[spec.name]
             for name in (entry.fqn, *entry.aliases):
                 owner, _, attribute = name.rpartition(".")
-                shadow.modules[owner]._parameters[attribute] = tensor  # type: ignore[assignment]
+                shadow.modules[owner]._parameters[attribute] = tensor
         elif spec.kind == BUFFER:
             owner, _, attribute = spec.name.rpartition(".")
             shadow.modules[owner]._buffers[attribute] = tensor

@@ -82,8 +82,8 @@ class CompiledModel:
         """Make the model a compiled one: DTensor parameters, this object as forward, refusals in place."""
         model = self.model
         self.store = ParameterStore(model, self.plan, self.mesh)
-        model.forward = self  # type: ignore[method-assign]
-        model.sharding_plan = self.plan  # type: ignore[assignment]
+        model.forward = self
+        model.sharding_plan = self.plan
         refuse_methods(model)
         refuse_inner_calls(model)
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -178,9 +179,9 @@ def leave_groups(mesh: StorageMesh) -> None:
     for known in _meshes.values():
         for key in [key for key, other in known.items() if other is mesh]:
             del known[key]
-    groups = [resolve_process_group(axis.group) for axis in mesh.axes.values()]
+    groups = [resolve_process_group(axis.group) for axis in mesh.axes.values()]  # type: ignore[arg-type]
     for axis in mesh.axes.values():
-        unregister_process_group(axis.group)
+        unregister_process_group(axis.group)  # type: ignore[arg-type]
     getattr(mesh.device_mesh, "_pg_registry", {}).clear()
     while groups:
         group = groups.pop()
@@ -198,7 +199,7 @@ def _create_mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, 
         created = [_new_group(row, rank, name) for row in rows]  # every rank takes part in creating every group
         group = next(g for g in created if g is not None)
         alias = f"{prefix}.{name}"
-        register_process_group(alias, group)
+        register_process_group(alias, group)  # type: ignore[arg-type]
         groups.append(group)
         axes[name] = Axis(name, ranks.shape[dim], coordinate[dim], alias)
     device_mesh = DeviceMesh.from_group(
@@ -210,7 +211,7 @@ def _create_mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, 
 
 def _new_group(row: list[int], rank: int, axis: str) -> dist.ProcessGroup | None:
     """Create one row's group; its rank order is the row's order, so that gathered shards come in layout order."""
-    options = {} if row == sorted(row) else {"sort_ranks": False}
+    options: dict[str, Any] = {} if row == sorted(row) else {"sort_ranks": False}
     if options and not CAN_KEEP_RANK_ORDER:
         raise MeshError(
             f"Mesh axis {axis!r} runs over ranks {row}, which do not ascend; torch {torch.__version__} sorts the ranks "

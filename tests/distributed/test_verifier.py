@@ -60,7 +60,7 @@ def _no_unshard(graph):
 DAMAGES = {
     _other_group: r"runs over 'world' of size 2; axes are",
     _other_size: r"in module 'model.embed_tokens' runs over '.*fsdp' of size 4; axes are",
-    _no_sum: r"An output of the model, '.*' in module 'lm_head'.* is a shard or a partial sum over tp\. Add a tp_plan rule",
+    _no_sum: r"An output of the model, '.*' in module 'lm_head'.* is a shard or a partial sum over tp\. Add a tp_plan",
     _no_gradient_sum: r"is used on shards by .*: its gradient would be partial",
     _no_unshard: r"The gradient of parameter 'lm_head.weight' is averaged over \[\], but the data axes are \['.*\.fsdp",
 }
