@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 INVARIANT, REPLICATED, PARTIAL = "I", "R", "P"
 
@@ -172,5 +172,12 @@ _library.impl("unshard", _unshard, "CompositeImplicitAutograd")
 _library.impl("average_gradient", _AverageGradient.apply, "CompositeImplicitAutograd")
 
 redistribute = torch.ops.ndcompile.redistribute.default
+
 unshard = torch.ops.ndcompile.unshard.default
 average_gradient = torch.ops.ndcompile.average_gradient.default
+
+
+def pair(node: fx.Node) -> tuple[str, str]:
+    """(src, dst) of a redistribute node."""
+    src, dst = node.args[3:5]
+    return str(src), str(dst)

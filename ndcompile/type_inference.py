@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 
-from ndcompile.redistribute import redistribute
+from ndcompile.redistribute import pair, redistribute
 from ndcompile.sharding_plan import ShardingPlan
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan) -> bool:
     if node.target in SHAPE_ONLY or not _holds_tensor(node):
         return False
     if node.target is redistribute:
-        src, dst = node.args[3:5]
+        src, dst = pair(node)
         return dst.startswith("S") or ((src, dst) == ("I", "R") and node.args[0] in varying)
     return any(source in varying for source in node.all_input_nodes)
 

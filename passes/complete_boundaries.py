@@ -82,7 +82,7 @@ def withdraw_mixed(graph: fx.Graph, varying: set[fx.Node]) -> None:
         if not origins:
             return
         for origin in origins:
-            origin.replace_all_uses_with(origin.args[0])
+            origin.replace_all_uses_with(origin.all_input_nodes[0])
             graph.erase_node(origin)
 
 
@@ -101,5 +101,5 @@ def _origins(node: fx.Node, replicated: set[fx.Node]) -> set[fx.Node]:
 def _before_layout(source: fx.Node, user: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Go up from `source` over layout operators that only lead to `user`."""
     while source.target in LAYOUT_OPS and len(source.users) == 1:
-        source, user = source.args[0], source
+        source, user = source.all_input_nodes[0], source
     return source, user
