@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
+from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
 from ndcompile.sharding_plan import ShardingPlan
@@ -131,8 +133,12 @@ class CompiledModel:
                 return program
         dynamic = self.dynamic is True or (self.dynamic is None and len(signature.programs) > 0)
         try:
-            with self.agreement.step(f"capture{self.agreement.captures}"), no_inference_mode():
-                signature.programs.append(self._build(call, dynamic, signature))
+            with (
+                self.agreement.step(f"capture{self.agreement.captures}"),
+                no_inference_mode(),
+                stages(dist.get_rank() == 0) as stage,
+            ):
+                signature.programs.append(self._build(call, dynamic, signature, stage))
         finally:
             if not signature.programs:  # the next call of this signature agrees on it anew
                 del self.signatures[key]
@@ -145,11 +151,14 @@ class CompiledModel:
         self.seed = seed if self.seed is None else self.seed
         return Signature([], [])
 
-    def _build(self, call: Call, dynamic: bool, signature: Signature) -> Program:
+    def _build(self, call: Call, dynamic: bool, signature: Signature, stage: Callable[[str], None]) -> Program:
         """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
         that one rank may meet a new length by itself."""
+        stage(f"capturing {type(self.model).__name__} as one graph")
         captured = capture(self.shadow, self.model, call, dynamic)
+        stage("running the passes")
         run_passes(captured, self._pass_context(captured), self.disabled)
+        stage(f"compiling with {self.backend}")
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
