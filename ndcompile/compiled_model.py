@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
