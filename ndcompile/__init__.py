@@ -18,11 +18,13 @@ from ndcompile.errors import (
     UnsupportedError,
     VerifyError,
 )
+from ndcompile.loader import CheckpointError
 from ndcompile.mesh import init_mesh
 
 __all__ = [
     "AgreementError",
     "CaptureError",
+    "CheckpointError",
     "MeshError",
     "NdcompileError",
     "PlanError",
