@@ -28,7 +28,7 @@ test: toolchain lint
 	$(BIN)/python -m pytest
 
 parity: toolchain $(VENV)/.installed
-	$(BIN)/python tests/parity.py
+	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,153 @@
+"""The full matrix of architectures and layouts against the single-process model: `make parity` writes PARITY.md.
+
+Needs tests/distributed in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import torch
+import transformers
+from parity_case import Case, compare
+from pool import Pool, RankError, RankTimeout
+from workers import EXACT_LIMIT, LAYOUTS, LIMIT, REPLICATE2_TP2, TP2, TP2_FSDP2, size
+
+OUTPUT = Path(__file__).parent.parent / "PARITY.md"
+MODELS = ("llama", "qwen3", "qwen2", "gemma2", "phi3", "gpt_neox", "glm4", "mixtral", "deepseek_v2")
+ODD = {"vocab_size": 131}
+
+OTHER_CASES = {
+    "vocabulary 131, tp2": Case("llama", TP2, step=True, overrides=ODD),
+    "vocabulary 131, tied, tp2": Case("llama", TP2, step=True, overrides={**ODD, "tie_word_embeddings": True}),
+    "vocabulary 131, fsdp4": Case("llama", LAYOUTS["fsdp4"], step=True, overrides=ODD),
+    "vocabulary 131, tied, fsdp2_tp2": Case(
+        "llama", LAYOUTS["fsdp2_tp2"], step=True, overrides={**ODD, "tie_word_embeddings": True}
+    ),
+    "intermediate size 75, replicate2_tp2": Case("llama", REPLICATE2_TP2, overrides={"intermediate_size": 75}),
+    "norms of 2 elements, fsdp4": Case("qwen3", LAYOUTS["fsdp4"], overrides={"head_dim": 2}),
+    "num_items_in_batch, fsdp2_tp2": Case("llama", LAYOUTS["fsdp2_tp2"], items="int", padding=True),
+    "other sizes on every data rank, fsdp4": Case("gemma2", LAYOUTS["fsdp4"], ragged=True, padding=True),
+    "tp-major mesh": Case("qwen3", TP2_FSDP2, step=True),
+    "permuted ranks, fsdp2_tp2": Case("qwen3", LAYOUTS["fsdp2_tp2"], ranks=(2, 0, 3, 1), step=True),
+    "permuted ranks, fsdp4": Case("qwen3", LAYOUTS["fsdp4"], ranks=(3, 1, 0, 2), step=True),
+    "symbolic sizes, fsdp2_tp2": Case("gemma2", LAYOUTS["fsdp2_tp2"], padding=True, options={"dynamic": True}),
+}
+
+
+class Runner:
+    """Pools and checkpoints of this run, and what failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pools: dict[int, Pool] = {}
+        self.failures: list[str] = []
+
+    def __call__(self, title: str, cases: list[Case]) -> str:
+        """The largest error of the cases as text. A tensor over the limit must agree in float64, and is marked by *."""
+        start, worst, mark = time.perf_counter(), 0.0, ""
+        for case in cases:
+            try:
+                over = self._over(case, LIMIT)
+                if over:
+                    exact = self._over(replace(case, dtype=torch.float64), EXACT_LIMIT)
+                    mark = "*"
+                    if failed := sorted(over.keys() & exact.keys()):
+                        self.failures.append(f"{title}: {[(name, over[name], exact[name]) for name in failed]}")
+                        return "FAILED"
+                worst = max(worst, self.worst)
+            except (RankError, RankTimeout) as error:
+                self.failures.append(f"{title}: {str(error).strip().splitlines()[-1]}")
+                return "FAILED"
+        print(f"{title}: {worst:.1e}{mark} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return f"{worst:.1e}{mark}"
+
+    def _over(self, case: Case, limit: float) -> dict[str, float]:
+        ranks = size(case.layout)
+        pool = self.pools.setdefault(ranks, Pool(ranks, self.folder))
+        results = pool(compare, case, self._checkpoint(case))
+        errors: dict[str, float] = {}
+        for result in results:
+            for name, value in result.exceeding(-1.0).items():
+                errors[name] = max(value, errors.get(name, 0.0))
+        within = [value for value in errors.values() if value <= limit]
+        self.worst = max(within, default=0.0)
+        return {name: value for name, value in errors.items() if not value <= limit}
+
+    def _checkpoint(self, case: Case) -> str:
+        folder = self.folder / "_".join([case.model, *(f"{k}{v}" for k, v in sorted(case.overrides.items()))])
+        if not folder.exists():
+            models.build(case.model, **case.overrides).save_pretrained(folder)
+        return str(folder)
+
+
+def matrix(run: Runner) -> list[str]:
+    """Every architecture on every layout: without padding and tied, and with padding and untied."""
+    lines = ["| model | " + " | ".join(LAYOUTS) + " |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    for name in MODELS:
+        cells = []
+        for title, layout in LAYOUTS.items():
+            tied = Case(name, layout, step=True, overrides={"tie_word_embeddings": True})
+            padded = Case(name, layout, step=True, padding=True, overrides={"tie_word_embeddings": False})
+            cells.append(run(f"{name} {title}", [tied, padded]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def single(run: Runner) -> list[str]:
+    lines = ["| case | largest error |", "|---|---|"]
+    return lines + [f"| {title} | {run(title, [case])} |" for title, case in OTHER_CASES.items()]
+
+
+def inductor(run: Runner) -> list[str]:
+    lines = ["| model | largest error |", "|---|---|"]
+    for name in MODELS:
+        overrides = {"num_hidden_layers": 2}
+        case = Case(name, LAYOUTS["fsdp2_tp2"], padding=True, overrides=overrides, options={"backend": "inductor"})
+        lines.append(f"| {name} | {run(f'{name} inductor', [case])} |")
+    return lines
+
+
+PARTS: dict[str, Callable[[Runner], list[str]]] = {
+    "Architectures and layouts": matrix,
+    "Single cases": single,
+    "Through inductor, fsdp2_tp2": inductor,
+}
+
+INTRODUCTION = f"""# Parity with the single-process model
+
+Written by `make parity`: torch {torch.__version__}, transformers {transformers.__version__}, Python
+{platform.python_version()}, gloo on CPU. Tiny configurations (`tests/zoo_configs`), float32, one training step on real
+processes.
+
+Each number is the largest error of a loss, any gradient, or (in the matrix and where stated in `tests/parity.py`) any
+parameter after one AdamW step. The error of a tensor is max|g - ref| / max(max|ref|, 1e-3 x the largest gradient of the
+model); the limit is {LIMIT:.0e}. A * marks a tensor over it in float32 that agrees to {EXACT_LIMIT:.0e} in float64.
+Every data rank has another number of ignored labels. A cell of the matrix is the worse of two runs: tied without
+padding, untied with left and right padding masks.
+"""
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Runner(Path(folder))
+        try:
+            sections = [f"## {title}\n\n" + "\n".join(part(run)) for title, part in PARTS.items()]
+        finally:
+            for pool in run.pools.values():
+                pool.stop()
+    OUTPUT.write_text("\n".join([INTRODUCTION, "\n\n".join(sections), ""]))
+    for failure in run.failures:
+        print(failure, file=sys.stderr)
+    return 1 if run.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
