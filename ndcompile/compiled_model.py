@@ -75,6 +75,7 @@ class CompiledModel:
         self.shadow = Shadow(model, self.plan, mesh)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
+        self.tp_coordinate = torch.tensor(mesh.coordinate("tp"), device=mesh.device)
         self.seed: int | None = None
         self.random_steps = self.loads = 0
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
@@ -194,7 +195,7 @@ class CompiledModel:
             elif spec.kind == BUFFER:
                 inputs.append(self._buffer(spec.name))
             elif spec.kind == COORDINATE:
-                inputs.append(torch.tensor(self.mesh.coordinate(spec.name), device=self.mesh.device))
+                inputs.append(self.tp_coordinate)
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
             else:
