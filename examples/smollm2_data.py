@@ -24,7 +24,7 @@ class Recipe:
     fsdp: int = 2
     tp: int = 3
     batch: int = 2  # sequences of a data rank in one step
-    length: int = 128  # tokens of a sequence
+    length: int = 64  # tokens of a sequence
     steps: int = 30
     reference_steps: int = 5
     learning_rate: float = 1e-4
