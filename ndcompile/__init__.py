@@ -1,6 +1,7 @@
 """ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
 
 from ndcompile.compiler import (
+    check_every_input,
     compile,
     data_rank,
     data_world_size,
@@ -30,6 +31,7 @@ __all__ = [
     "PlanError",
     "UnsupportedError",
     "VerifyError",
+    "check_every_input",
     "compile",
     "data_rank",
     "data_world_size",

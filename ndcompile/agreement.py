@@ -120,6 +120,13 @@ class Agreement:
         self.captures += 1
         key = f"capture{self.captures}"
         self.same(f"{key}/signature", signature, "the signature of the call")
+        return self.same_inputs(key, inputs, seed)
+
+    def same_inputs(self, key: str, inputs: Mapping[str, Tensor], seed: int) -> int:
+        """Raise AgreementError on every rank where ranks of one tp group have different inputs.
+
+        Returns the seed of this rank's tp group, which is its first rank's.
+        """
         if self.mesh.size("tp") == 1:
             return seed
         records = self.exchange(f"{key}/inputs", [self.mesh.data_rank, seed, input_hashes(inputs)])

@@ -36,6 +36,10 @@ class Call:
     def tensor_names(self) -> list[str]:
         return [path for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, Tensor)]
 
+    @property
+    def named_tensors(self) -> dict[str, Tensor]:
+        return dict(zip(self.tensor_names, self.tensors, strict=True))
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """The keyword arguments with other tensors (fakes, traced ones) in their places."""
         replacement = iter(tensors)

@@ -77,7 +77,8 @@ class CompiledModel:
         self.signatures: dict[object, Signature] = {}
         self.tp_coordinate = torch.tensor(mesh.coordinate("tp"), device=mesh.device)
         self.seed: int | None = None
-        self.random_steps = self.loads = 0
+        self.random_steps = self.checked_steps = self.loads = 0
+        self.checks_every_input = False
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
     def bind(self) -> None:
@@ -109,6 +110,9 @@ class CompiledModel:
         call = bind(self.__signature__, args, kwargs)
         self.store.current()
         program = self._program(call)
+        if self.checks_every_input:
+            self.checked_steps += 1
+            self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
         inputs = self._inputs(program, call)
         with no_autocast():
             outputs = self._run(program, inputs)
@@ -146,8 +150,7 @@ class CompiledModel:
 
     def _agree_on_signature(self, key: tuple[Any, ...], call: Call) -> Signature:
         """All ranks begin the same capture together, and tp ranks with the same inputs."""
-        inputs = dict(zip(call.tensor_names, call.tensors, strict=True))
-        seed = self.agreement.capture_begins(describe(key), inputs, torch.initial_seed())
+        seed = self.agreement.capture_begins(describe(key), call.named_tensors, torch.initial_seed())
         self.seed = seed if self.seed is None else self.seed
         return Signature([], [])
 

@@ -110,6 +110,12 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     return alias_parameters(compiled_model(model).store)
 
 
+def check_every_input(model: nn.Module, on: bool = True) -> None:
+    """Compare the inputs of tp ranks at every call, not only at the first of a signature. For debugging a data loader:
+    it hashes the inputs and asks the store each time."""
+    compiled_model(model).checks_every_input = on
+
+
 def set_agreement_timeout(model: nn.Module, timeout: timedelta) -> None:
     """How long a rank of `model` waits for the others when weights are loaded and graphs are captured (30 minutes).
 

@@ -124,6 +124,20 @@ def test_different_inputs_in_a_tp_group_name_the_ranks_and_the_argument(ranks):
         assert "ndcompile.data_rank(model)" in message
 
 
+def _other_inputs_later(layout):
+    model = _model(layout)
+    ndcompile.check_every_input(model)
+    same, own = models.token_ids(2, 8), models.token_ids(2, 8, seed=dist.get_rank())
+    model(input_ids=same, labels=same)
+    model(input_ids=own, labels=same)
+
+
+def test_inputs_of_every_call_are_compared_on_request(world):
+    for kind, message in world(2).errors(_other_inputs_later, TP2):
+        assert kind == "AgreementError"
+        assert "Ranks [[0], [1]] of one tp group were given different values of" in message
+
+
 def _other_weights(where):
     torch.manual_seed(dist.get_rank() if where == "random" else 0)
     model = models.build("llama", **ONE) if where != "random" else _random_model()
