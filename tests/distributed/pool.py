@@ -73,13 +73,15 @@ class Pool:
         raise AssertionError(f"no rank raised; results: {results}")
 
     def stop(self) -> None:
-        """Kill the processes of this pool."""
+        """End the processes of this pool: an idle rank ends when its pipe closes, any other is killed."""
+        for pipe in self.pipes:
+            pipe.close()
+        deadline = time.monotonic() + 5
         for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
             process.kill()
         for process in self.processes:
             process.join()
-        for pipe in self.pipes:
-            pipe.close()
         self.processes, self.pipes = [], []
 
     def _answers(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[Any, Any]]:
@@ -105,6 +107,8 @@ class Pool:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes all stacks to the log
         time.sleep(1)
+        for process in self.processes:
+            process.kill()
         self.stop()
         tails = [f"--- rank {rank} ---\n" + self._log(rank).read_text()[-3000:] for rank in range(self.world)]
         raise RankTimeout("\n".join([what, *tails]))
@@ -161,7 +165,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None
         try:
             function, args = pipe.recv()
         except EOFError:
-            os._exit(0)
+            return
         except Exception as error:  # the function's module does not import here
             pipe.send((_describe(error), None))
             continue

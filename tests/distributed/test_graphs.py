@@ -10,6 +10,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import torch.distributed as dist
 import workers
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, REPLICATE2_TP2, TP2, size
 
@@ -77,6 +78,8 @@ def _counts(layout, layers, tied, keep=False):
     plan = {"model.layers.*": "keep_full_weight"} if keep else None
     config = {"fsdp_plan": plan} if plan else None
     model = workers.compiled("llama", layout, None, overrides, distributed_config=config)
+    if dist.get_rank() != 0:  # one rank's graph is every rank's, see test_golden_graphs
+        return {}
     counts = ndcompile.lower_only(model, 2, 8).collective_counts()
     return {name: dict(counter) for name, counter in counts.items()}
 
@@ -130,7 +133,7 @@ def test_kept_weights_are_not_gathered_again(ranks):
 def _layer_cost(layout):
     """Collectives that one more layer adds."""
     one, two = (_counts(layout, layers, False) for layers in (1, 2))
-    return {part: {kind: two[part][kind] - one[part].get(kind, 0) for kind in two[part]} for part in two}
+    return two and {part: {kind: two[part][kind] - one[part].get(kind, 0) for kind in two[part]} for part in two}
 
 
 def test_a_layer_on_fsdp_and_tp_costs_no_more_than_its_plan_says(ranks):
