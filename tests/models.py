@@ -48,6 +48,9 @@ def perturb(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def token_ids(batch: int, sequence: int, vocabulary: int = 128, seed: int = 0) -> Tensor:
-    """Random token ids that avoid the special ones at the ends, the last rows of the vocabulary included."""
+    """Random token ids, with those at both ends of every shard of a vocabulary on two ranks among them."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(5, vocabulary, (batch, sequence), generator=generator)
+    ids = torch.randint(5, vocabulary, (batch, sequence), generator=generator)
+    half = vocabulary // 2
+    ids[-1, 1:6] = torch.tensor([0, half - 1, half, half + 1, vocabulary - 1])
+    return ids
