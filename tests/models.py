@@ -52,5 +52,6 @@ def token_ids(batch: int, sequence: int, vocabulary: int = 128, seed: int = 0) -
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, vocabulary, (batch, sequence), generator=generator)
     half = vocabulary // 2
-    ids[-1, 1:6] = torch.tensor([0, half - 1, half, half + 1, vocabulary - 1])
+    ends = torch.tensor([0, half - 1, half, half + 1, vocabulary - 1])
+    ids[-1, 1:6] = ends[: sequence - 1]  # as many as a short sequence has room for
     return ids
