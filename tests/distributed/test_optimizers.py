@@ -100,7 +100,8 @@ def _muon_step(checkpoint):
 
 
 def test_muon_sees_whole_matrices(ranks, checkpoint):
-    """It orthogonalises in bf16, where rounding is a tenth of the step; shards by themselves give another step."""
+    """It orthogonalises in bf16: rounding moves a step by up to 0.22 of its norm. Shards by themselves (this model's
+    halves, row by row) move it by 0.39 or more, so the bound lies between."""
     model, loss = _plain()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     loss().backward()
@@ -108,7 +109,7 @@ def test_muon_sees_whole_matrices(ranks, checkpoint):
     for values in ranks(_muon_step, checkpoint("llama", **SMALL)):
         for name, parameter in model.named_parameters():
             step = (parameter - before[name]).norm().item()
-            assert (values[name] - parameter).norm().item() <= 0.2 * step, name
+            assert (values[name] - parameter).norm().item() <= 0.3 * step, name
 
 
 def _two_steps_on_aliases(checkpoint, zero):
