@@ -34,6 +34,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "apertus": {},
     "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "phi3": {
         "original_max_position_embeddings": 32,
         "rope_parameters": {

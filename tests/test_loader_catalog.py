@@ -29,12 +29,13 @@ def raw(folder, header, data=b""):
 def test_entries_point_at_the_bytes_of_their_tensors(tmp_path):
     write_sharded(tmp_path, {"x.safetensors": A, "y.safetensors": B})
     catalog = read_catalog(tmp_path)
-    assert {key: (entry.file.name, entry.dtype, entry.shape) for key, entry in catalog.items()} == {
+    assert {key: (entry.file_names, entry.dtype, entry.shape) for key, entry in catalog.items()} == {
         "a": ("x.safetensors", torch.float32, (2, 3)),
         "b": ("y.safetensors", torch.int64, (4,)),
     }
     for key, entry in catalog.items():
-        data = entry.file.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+        (block,) = entry.blocks
+        data = block.file.read_bytes()[block.offset : block.offset + block.nbytes]
         assert data == (A | B)[key].numpy().tobytes()
 
 
@@ -53,7 +54,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 def test_a_missing_file_of_the_index_is_named(tmp_path):
     write_sharded(tmp_path, {"x.safetensors": A, "y.safetensors": B})
     (tmp_path / "y.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"names files that are missing: y.safetensors"):
+    with pytest.raises(CheckpointError, match=r"names a file that is missing: y.safetensors"):
         read_catalog(tmp_path)
 
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from ndcompile.loader import CheckpointError, buffer_targets, load_into, materialize_buffers
 from ndcompile.loader.progress import transfer_progress
 
-PLAIN = ["llama", "qwen2", "gemma2", "gpt_neox", "gpt2", "apertus", "phi3"]
-CONVERTED = ["mixtral", "deepseek_v3"]
+PLAIN = ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "apertus", "phi3", "gpt_oss"]
+CONVERTED = ["mixtral", "deepseek_v3", "qwen3_moe", "ernie4_5_moe"]
 LAST = ((2, 3), (1, 2))
 
 
@@ -164,6 +164,25 @@ def test_an_expert_of_another_shape_is_an_error(tmp_path):
     meta = on_meta(model)
     with pytest.raises(CheckpointError, match=r"model.layers.0.mlp.experts.down_proj cannot be made of"):
         load_into(meta, targets_of(meta), tmp_path)
+
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+def test_converted_keys_are_read_in_the_ranks_own_bytes(tmp_path, model_type):
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path)
+    meta = on_meta(model)
+    read = [load_into(meta, targets := targets_of(meta, (2, 1), (0, 0)), tmp_path).bytes_read]
+    assert read == [sum(target.tensor.nbytes for target in targets)]
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rewrite(tmp_path, without(lost))
+    meta = on_meta(model)
+    with pytest.raises(CheckpointError, match=rf"layers.1.mlp.experts.gate_up_proj .* lacks {lost}"):
+        load_into(meta, targets_of(meta, *LAST), tmp_path)
 
 
 def test_a_rank_without_experts_reads_none(tmp_path):

@@ -1,10 +1,14 @@
 """Fill a rank's tensors from a safetensors checkpoint, each rank reading only the bytes it holds.
 
-catalog         headers of the files: key -> file, byte offset, dtype, shape
+headers         one file's header, checked against the file
+catalog         all headers of a checkpoint: key -> blocks of files, dtype, shape
+coverage        whether rectangles tile a tensor
 keys            checkpoint key -> name in the model (renames, base-model prefix, converters)
+pieces          rectangles of a tensor and where their elements lie in files
+symbolic        tensors that consist of pieces, for converters to run on; reshaping has their views
+conversion      a converter run on symbolic tensors, or on real ones
 assignment      each target's source; shapes are checked here, before any byte is read
 reading         strided bytes of files -> views of local tensors, with preadv
-conversion      keys that need a real converter
 absence         missing and unexpected keys
 initialization  missing parameters, buffers that are not saved
 """

@@ -1,100 +1,130 @@
-"""What a safetensors checkpoint holds and where: the headers of its files, checked, without any tensor data."""
+"""What a safetensors checkpoint holds and where: the headers of all its files, checked against each other."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ndcompile.errors import NdcompileError
+from ndcompile.loader.coverage import Rectangle, find_fault
+from ndcompile.loader.headers import Block, Header, read_header, refuse_duplicates
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-# The format allows no longer header; a longer one is not a safetensors file.
-_MAX_HEADER_BYTES = 100_000_000
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".gguf"}
 
 
 class CheckpointError(NdcompileError, ValueError):
     """The checkpoint cannot be loaded into this model; the message names files, keys and shapes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
-    """One tensor of a checkpoint: `nbytes` bytes of row-major data at byte `offset` of `file`."""
+    """One tensor of a checkpoint. Its data is one block, or several that tile it (shards which DCP wrote)."""
 
-    file: Path
-    offset: int
-    nbytes: int
+    key: str
     dtype: torch.dtype
     shape: torch.Size
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def file_names(self) -> str:
+        return ", ".join(sorted({block.file.name for block in self.blocks}))
 
 
 def read_catalog(folder: str | os.PathLike[str]) -> dict[str, Entry]:
     """Every tensor of the checkpoint in `folder` by its key.
 
-    A single `model.safetensors` comes before an index, as in transformers. Raises CheckpointError if there is neither,
-    a file of the index is missing, a file is truncated, too long or no safetensors file, a key occurs twice, or the
-    index and the headers disagree.
+    A single `model.safetensors` comes before an index, as in transformers; without either, the folder may hold shards
+    that `torch.distributed.checkpoint` wrote as safetensors. Raises CheckpointError that lists everything that is
+    wrong: no checkpoint, files of the index missing, files truncated, too long or no safetensors files, keys twice,
+    shards missing, index and headers that disagree.
     """
     folder = Path(folder)
+    index: Mapping[str, str] | None = None
     if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE)
-    if not (folder / INDEX_FILE).is_file():
-        raise CheckpointError(_nothing_found(folder))
-    weight_map = _read_index(folder / INDEX_FILE)
-    names = sorted(set(weight_map.values()))
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder / INDEX_FILE} names files that are missing: {', '.join(absent)}")
-    catalog: dict[str, Entry] = {}
-    for name in names:
-        for key, entry in _read_header(folder / name).items():
-            if key in catalog:
-                raise CheckpointError(f"key {key!r} is in two files: {catalog[key].file} and {entry.file}")
-            catalog[key] = entry
-    _check_index(folder / INDEX_FILE, weight_map, catalog)
+        names = [SINGLE_FILE]
+    elif (folder / INDEX_FILE).is_file():
+        index = _read_index(folder / INDEX_FILE)
+        names = sorted(set(index.values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    present = [name for name in names if (folder / name).is_file()]
+    headers = {name: read_header(folder / name) for name in present}
+    sharded = any("DCP_SHARDING_INFO" in header.metadata for header in headers.values())
+    if not names or (index is None and names != [SINGLE_FILE] and not sharded):
+        raise CheckpointError(_nothing_found(folder, names))
+    problems = [f"{folder / INDEX_FILE} names a file that is missing: {name}" for name in names if name not in present]
+    problems += [problem for header in headers.values() for problem in header.problems]
+    catalog = _gather(headers, problems)
+    if index is not None and not problems:
+        problems += _check_index(folder / INDEX_FILE, index, catalog)
+    if problems:
+        raise CheckpointError(f"the checkpoint in {folder} is broken, nothing was loaded:\n  " + "\n  ".join(problems))
     return catalog
 
 
-def _nothing_found(folder: Path) -> str:
+def _gather(headers: Mapping[str, Header], problems: list[str]) -> dict[str, Entry]:
+    """Entries of all files; adds what is wrong with them to `problems`."""
+    blocks: dict[str, list[Block]] = {}
+    for header in headers.values():
+        for block in header.blocks:
+            blocks.setdefault(block.key, []).append(block)
+    catalog = {}
+    for key, found in blocks.items():
+        entry = catalog[key] = Entry(key, found[0].dtype, _extent(found), tuple(found))
+        if len(found) == 1 and found[0].shape == entry.shape:
+            continue
+        files = ", ".join(str(block.file) for block in found)
+        if len({block.dtype for block in found}) > 1 or len({len(block.shape) for block in found}) > 1:
+            problems.append(f"key {key!r} has blocks of different dtypes or numbers of dims in {files}")
+        elif not any("DCP_SHARDING_INFO" in headers[block.file.name].metadata for block in found):
+            problems.append(f"key {key!r} is in two files: {found[0].file} and {found[1].file}")
+        elif (fault := find_fault(entry.shape, [Rectangle(b.origin, tuple(b.shape)) for b in found])) is not None:
+            problems.append(f"the shards of key {key!r} in {files} do not tile {tuple(entry.shape)}: {fault}")
+    return catalog
+
+
+def _extent(blocks: Sequence[Block]) -> torch.Size:
+    """The smallest shape that contains all `blocks`; those without elements say nothing."""
+    filled = [block for block in blocks if block.shape.numel()] or blocks[:1]
+    ends = ([o + s for o, s in zip(block.origin, block.shape, strict=True)] for block in filled)
+    return torch.Size(max(sizes) for sizes in zip(*ends, strict=False))
+
+
+def _nothing_found(folder: Path, names: Sequence[str]) -> str:
     message = f"no checkpoint in {folder}: looked for {SINGLE_FILE} and {INDEX_FILE}"
     if not folder.is_dir():
         return f"{message}, but the folder does not exist"
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in {".bin", ".pt", ".pth", ".gguf"})
-    return f"{message}; it holds {', '.join(others)}: convert them to safetensors first" if others else message
+    if names:
+        return f"{message}; it holds {', '.join(names)} without an index. Rename a single file, or write the index."
+    held = sorted(path.name for path in folder.iterdir())
+    if ".metadata" in held or any(name.endswith(".distcp") for name in held):
+        return (
+            f"{message}; it is a torch.distributed.checkpoint folder with pickled metadata. Read it with "
+            "torch.distributed.checkpoint.load into the state dict of the compiled model, or write it with "
+            "HuggingFaceStorageWriter, whose safetensors can be loaded"
+        )
+    if pickled := [name for name in held if Path(name).suffix in _PICKLED]:
+        return (
+            f"{message}; it holds {', '.join(pickled)}, and pickled files run code when they are opened. Convert them "
+            "to safetensors once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return message
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_bytes(), object_pairs_hook=_refuse_duplicates)["weight_map"]
+        weight_map = json.loads(path.read_bytes(), object_pairs_hook=refuse_duplicates)["weight_map"]
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("weight_map must map keys to file names")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,70 +132,16 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_index(path: Path, weight_map: Mapping[str, str], catalog: Mapping[str, Entry]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], catalog: Mapping[str, Entry]) -> list[str]:
     problems = []
     for key, name in weight_map.items():
         if key not in catalog:
-            problems.append(f"the index places key {key!r} in {name}, whose header lacks it")
-        elif catalog[key].file != path.parent / name:
-            problems.append(f"the index places key {key!r} in {name}, it is in {catalog[key].file.name}")
+            problems.append(f"{path} places key {key!r} in {name}, whose header lacks it")
+        elif path.parent / name not in {block.file for block in catalog[key].blocks}:
+            problems.append(f"{path} places key {key!r} in {name}, it is in {catalog[key].file_names}")
     problems += [
-        f"key {key!r} of {entry.file.name} is not in the index"
+        f"key {key!r} of {entry.file_names} is not in the index {path}"
         for key, entry in catalog.items()
         if key not in weight_map
     ]
-    if problems:
-        raise CheckpointError(f"{path} and the files disagree:\n  " + "\n  ".join(problems))
-
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or header_bytes > _MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path} is no safetensors file, or its header is corrupt")
-        text = file.read(header_bytes)
-    if len(text) < header_bytes:
-        raise CheckpointError(f"{path} is truncated: its header needs {header_bytes} bytes, {len(text)} are there")
-    try:
-        header = json.loads(text, object_pairs_hook=_refuse_duplicates)
-        header.pop("__metadata__", None)
-        entries = {key: _entry(path, 8 + header_bytes, item) for key, item in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a corrupt header: {error}") from error
-    _check_extent(path, 8 + header_bytes, file_bytes, entries)
-    return entries
-
-
-def _entry(path: Path, base: int, item: Mapping[str, Any]) -> Entry:
-    start, stop = (int(offset) for offset in item["data_offsets"])
-    dtype, shape = _DTYPES.get(item["dtype"]), torch.Size(item["shape"])
-    if dtype is None:
-        raise ValueError(f"unknown dtype {item['dtype']!r}")
-    if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != stop - start:
-        raise ValueError(f"{stop - start} bytes do not hold shape {tuple(shape)} of {dtype}")
-    return Entry(path, base + start, stop - start, dtype, shape)
-
-
-def _check_extent(path: Path, base: int, file_bytes: int, entries: Mapping[str, Entry]) -> None:
-    """The tensors tile the data part of the file: no hole, no overlap, nothing behind them, nothing cut off."""
-    end = base
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.offset != end:
-            raise CheckpointError(f"{path} has a corrupt header: {key!r} starts at byte {entry.offset}, not at {end}")
-        end += entry.nbytes
-    if file_bytes < end:
-        lost = [key for key, entry in entries.items() if entry.offset + entry.nbytes > file_bytes]
-        raise CheckpointError(f"{path} is truncated: {file_bytes} of {end} bytes; cut off: {', '.join(lost)}")
-    if file_bytes > end:
-        raise CheckpointError(f"{path} has {file_bytes - end} trailing bytes after its {end} bytes")
-
-
-def _refuse_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"duplicate key {key!r}")
-        result[key] = value
-    return result
+    return problems

@@ -80,6 +80,28 @@ def resolve_keys(model: PreTrainedModel, keys: Iterable[str]) -> KeyResolution:
     return KeyResolution(plain, groups, frozenset(unexpected), _from_base_model(model, plain, groups))
 
 
+def lost_sources(group: ConversionGroup) -> list[str]:
+    """Keys missing between the numbered ones of `group`, such as one expert's: a guess, to explain an error."""
+    parts = {key: key.split(".") for key, _ in group.sources}
+    by_pattern: dict[str, list[str]] = {}
+    for key, pattern in group.sources:
+        by_pattern.setdefault(pattern, []).append(key)
+    numbered: set[int] = set()
+    for keys in by_pattern.values():
+        columns = enumerate(zip(*(parts[key] for key in keys), strict=False))
+        numbered |= {place for place, column in columns if len(set(column)) > 1 and all(map(str.isdigit, column))}
+    if len(numbered) != 1:
+        return []
+    place = numbered.pop()
+    count = 1 + max(int(part[place]) for part in parts.values() if len(part) > place and part[place].isdigit())
+    lost = []
+    for keys in by_pattern.values():
+        first = parts[keys[0]]
+        present = {int(parts[key][place]) for key in keys if parts[key][place].isdigit()}
+        lost += [".".join([*first[:place], str(n), *first[place + 1 :]]) for n in range(count) if n not in present]
+    return lost
+
+
 def _unmatched(name: str, converter: WeightConverter | None) -> list[str]:
     """The names by which transformers reports a key that is not in the model: what it would have become."""
     if converter is None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ndcompile.loader.absence import check_absence, find_absence, log_absence, no_match
-from ndcompile.loader.assignment import Assignment, assign
+from ndcompile.loader.assignment import Assignment, WholeGroup, assign
 from ndcompile.loader.catalog import CheckpointError, Entry, read_catalog
 from ndcompile.loader.conversion import convert_group
 from ndcompile.loader.initialization import initialize_missing
-from ndcompile.loader.keys import ConversionGroup, resolve_keys
+from ndcompile.loader.keys import resolve_keys
+from ndcompile.loader.pieces import pieces_of
 from ndcompile.loader.progress import transfer_progress
 from ndcompile.loader.reading import execute, plan_reads
 from ndcompile.loader.target import Target
@@ -81,6 +82,7 @@ def load_into(
     bytes_read = _transfer(model, assignment, catalog, progress)
     if _at_origin(targets):
         log_absence(model, folder, absence, _logger)
+        _log_whole(assignment.whole)
         _warn_of_unequal_ties(assignment, catalog)
     return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
 
@@ -110,34 +112,43 @@ def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:
 
 def _transfer(model: PreTrainedModel, assignment: Assignment, catalog: Mapping[str, Entry], progress: bool) -> int:
     """Read everything that has a source; returns the bytes read."""
-    reads = [read for target, key in assignment.plain for read in plan_reads(catalog[key], target.rectangles())]
-    grouped = sum(catalog[key].nbytes for group, _, _ in assignment.groups for key, _ in group.sources)
+    reads = [read for source in assignment.sources for read in plan_reads(source.pieces, source.target.rectangles())]
+    grouped = sum(catalog[key].nbytes for whole in assignment.whole for key, _ in whole.group.sources)
     total = sum(read.nbytes for read in reads) + grouped
     with transfer_progress("Loading weights", total, enabled=progress) as advance:
         bytes_read = execute(reads, advance)
-        if assignment.groups:
-            _logger.info("%d tensors are converted whole before they are sliced", len(assignment.groups))
-        for group, dtype, filled in assignment.groups:
-            bytes_read += _fill_converted(model, group, dtype, filled, catalog, advance)
+        for whole in assignment.whole:
+            bytes_read += _fill_converted(model, whole, catalog, advance)
     return bytes_read
 
 
 def _fill_converted(
-    model: PreTrainedModel,
-    group: ConversionGroup,
-    dtype: torch.dtype,
-    filled: Mapping[str, Target],
-    catalog: Mapping[str, Entry],
-    advance: Callable[[int], None],
+    model: PreTrainedModel, whole: WholeGroup, catalog: Mapping[str, Entry], advance: Callable[[int], None]
 ) -> int:
-    """Read all of `group`, convert it and keep this rank's part; returns the bytes read."""
-    tensors = {key: torch.empty(catalog[key].shape, dtype=dtype, device="cpu") for key, _ in group.sources}
-    reads = [read for key, tensor in tensors.items() for read in plan_reads(catalog[key], [(_origin(tensor), tensor)])]
+    """Read all of a group, convert it and keep this rank's part; returns the bytes read."""
+    keys = [key for key, _ in whole.group.sources]
+    tensors = {key: torch.empty(catalog[key].shape, dtype=whole.dtype, device="cpu") for key in keys}
+    reads = [
+        read
+        for key, tensor in tensors.items()
+        for read in plan_reads(pieces_of(catalog[key]), [(_origin(tensor), tensor)])
+    ]
     bytes_read = execute(reads, advance)
-    converted = convert_group(group, model, tensors.__getitem__)
-    for name, target in filled.items():
+    converted = convert_group(whole.group, model, tensors.__getitem__)
+    for name, target in whole.filled.items():
         target.fill(converted[name])
     return bytes_read
+
+
+def _log_whole(groups: Sequence[WholeGroup]) -> None:
+    """Say which tensors every rank reads whole: it costs time and memory."""
+    if groups:
+        _logger.warning(
+            "%d groups of keys are read and converted whole on every rank, such as that of %s: %s",
+            len(groups),
+            groups[0].group.name,
+            groups[0].reason,
+        )
 
 
 def _origin(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -149,7 +160,7 @@ def _warn_of_unequal_ties(assignment: Assignment, catalog: Mapping[str, Entry]) 
     for target, key in assignment.repeated:
         other = torch.empty(target.tensor.shape, dtype=target.tensor.dtype, device="cpu")
         if catalog[key].shape == target.shape:
-            execute(plan_reads(catalog[key], target.rectangles(other)))
+            execute(plan_reads(pieces_of(catalog[key]), target.rectangles(other)))
             if torch.equal(other, target.tensor.detach().cpu()):
                 continue
         _logger.warning(

@@ -7,7 +7,6 @@ process. No collectives: a rank reads what it holds and nothing can hang.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ndcompile.loader.catalog import CheckpointError, Entry
+from ndcompile.layout import narrow
+from ndcompile.loader.catalog import CheckpointError
+from ndcompile.loader.headers import Stamp
+from ndcompile.loader.pieces import Piece, crop
 
 STAGING_BYTES = 8 << 20
 # A gap up to this size is read with the runs around it: a call costs about 5 us, as much as copying 30 KiB from the
@@ -33,13 +35,17 @@ _WORKERS = 2
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Elements of `dtype` at byte `offset` of `file`, `strides` bytes apart per dim of `destination`."""
+    """Elements of `dtype` at byte `offset` of `file`, `strides` bytes apart per dim of `destination`.
+
+    `stamp` is the file's when the read was planned.
+    """
 
     file: Path
     offset: int
     strides: tuple[int, ...]
     dtype: torch.dtype
     destination: torch.Tensor
+    stamp: Stamp
 
     @property
     def nbytes(self) -> int:
@@ -64,31 +70,68 @@ class Read:
         return replace(self, offset=offset, destination=self.destination.narrow(dim, start, length))
 
 
-def plan_reads(entry: Entry, rectangles: Iterable[tuple[tuple[int, ...], torch.Tensor]]) -> list[Read]:
-    """Reads that fill `rectangles`, (global offset, destination view) pairs, from the checkpoint tensor `entry`."""
-    strides = tuple(entry.dtype.itemsize * math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape)))
-    return [
-        Read(entry.file, entry.offset + sum(map(int.__mul__, offset, strides)), strides, entry.dtype, view)
-        for offset, view in rectangles
-        if view.numel()
-    ]
+def plan_reads(pieces: Iterable[Piece], rectangles: Iterable[tuple[tuple[int, ...], torch.Tensor]]) -> list[Read]:
+    """Reads that fill `rectangles`, (global offset, destination view) pairs, from the `pieces` of a global tensor."""
+    reads = []
+    for start, view in rectangles:
+        for piece in crop(pieces, start, view.shape):
+            itemsize = piece.block.dtype.itemsize
+            destination = view if piece.size == view.shape else narrow(view, piece.start, piece.size)
+            strides = tuple(stride * itemsize for stride in piece.strides)
+            block = piece.block
+            offset = block.offset + piece.offset * itemsize
+            reads.append(Read(block.file, offset, strides, block.dtype, destination, block.stamp))
+    return reads
+
+
+def planned_bytes(read: Read) -> int:
+    """Bytes that `execute` reads for `read`: more than it needs where near runs are read with the gap between them."""
+    if read.run()[0] == read.nbytes:
+        return read.nbytes
+    return sum(piece.nbytes if _skips_gaps(*piece.run()) else _span(piece) for piece in _pieces(read))
 
 
 def execute(reads: Iterable[Read], advance: Callable[[int], None] = lambda nbytes: None) -> int:
     """Perform `reads`, sorted by file and offset; returns the bytes read, gaps between near runs included.
 
-    `advance(nbytes)` is called from worker threads as destinations fill. Raises CheckpointError if a file ends early
-    (it was cut after its header was read).
+    `advance(nbytes)` is called from worker threads as destinations fill. Raises CheckpointError if a file is gone, ends
+    early, or is not the one whose header was read: then the destinations hold parts of two files and are of no use.
     """
     queue = deque(sorted(reads, key=lambda read: (read.file, read.offset)))
+    stamps = {read.file: read.stamp for read in queue}
     with ExitStack() as stack:
-        files = {path: stack.enter_context(path.open("rb", buffering=0)) for path in {read.file for read in queue}}
-        descriptors = {path: file.fileno() for path, file in files.items()}
+        descriptors = {path: _open(path, stamp, stack) for path, stamp in stamps.items()}
         workers = min(_WORKERS, len(queue))
         if workers <= 1:
-            return _Worker(descriptors, advance).drain(queue)
-        with ThreadPoolExecutor(workers) as pool:
-            return sum(pool.map(lambda _: _Worker(descriptors, advance).drain(queue), range(workers)))
+            bytes_read = _Worker(descriptors, advance).drain(queue)
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                bytes_read = sum(pool.map(lambda _: _Worker(descriptors, advance).drain(queue), range(workers)))
+        for path, stamp in stamps.items():
+            _check_unchanged(path, stamp, descriptors[path])
+    return bytes_read
+
+
+def _open(path: Path, stamp: Stamp, stack: ExitStack) -> int:
+    try:
+        descriptor = stack.enter_context(path.open("rb", buffering=0)).fileno()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was there when its header was read, now it cannot be opened: {error.strerror}. Load again when "
+            "nothing moves the checkpoint."
+        ) from error
+    _check_unchanged(path, stamp, descriptor)
+    return descriptor
+
+
+def _check_unchanged(path: Path, stamp: Stamp, descriptor: int) -> None:
+    found = Stamp.of(os.fstat(descriptor))
+    if found != stamp:
+        raise CheckpointError(
+            f"{path} was changed while it was being loaded: expected inode {stamp.inode}, {stamp.size} bytes, modified "
+            f"at {stamp.modified_ns} ns; found {found.inode}, {found.size}, {found.modified_ns}. The weights would be "
+            "parts of two files: load again when nothing writes to the checkpoint."
+        )
 
 
 class _Worker:
