@@ -21,6 +21,7 @@ from ndcompile.errors import (
 )
 from ndcompile.loader import CheckpointError
 from ndcompile.mesh import init_mesh
+from ndcompile.planning import read_plan
 
 __all__ = [
     "AgreementError",
@@ -39,5 +40,6 @@ __all__ = [
     "load",
     "local_parameters",
     "lower_only",
+    "read_plan",
     "set_agreement_timeout",
 ]

@@ -12,6 +12,7 @@ from transformers.core_model_loading import (  # transformers 5.24
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.initialization import guard_torch_init_functions  # transformers 5.24
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report  # transformers 5.24
@@ -25,6 +26,7 @@ __all__ = [
     "guard_torch_init_functions",
     "log_state_dict_report",
     "rename_source_key",
+    "revert_weight_conversion",
     "unpacked_positions",
 ]
 

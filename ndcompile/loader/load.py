@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ndcompile.loader.absence import check_absence, find_absence, log_absence, no_match
+from ndcompile.loader.absence import Absence, check_absence, find_absence, log_absence, no_match
 from ndcompile.loader.assignment import Assignment, WholeGroup, assign
 from ndcompile.loader.catalog import CheckpointError, Entry, read_catalog
 from ndcompile.loader.conversion import convert_group
@@ -67,16 +67,12 @@ def load_into(
     silence.
     """
     start = time.perf_counter()
+    if unallocated := [target.fqn for target in targets if target.tensor.is_meta]:
+        raise ValueError(f"{unallocated[0]} is on the meta device: allocate it before loading")
     _check_complete(model, targets)
     catalog = read_catalog(folder)
     _refuse_quantized(model, Path(folder))
-    keys = resolve_keys(model, catalog)
-    assignment = assign(model, targets, catalog, keys)
-    absence = find_absence(model, {name for target in assignment.missing for name in target.names}, keys.unexpected)
-    if targets and len(assignment.missing) == len(targets):
-        raise no_match(model, folder, catalog)
-    if strict:
-        check_absence(model, folder, keys, absence, len(targets))
+    assignment, absence = match(model, targets, catalog, folder, strict=strict)
     # Before the transfer, because it raises for a tensor that the model gives no value.
     initialize_missing(model, assignment.missing)
     bytes_read = _transfer(model, assignment, catalog, progress)
@@ -85,6 +81,28 @@ def load_into(
         _log_whole(assignment.whole)
         _warn_of_unequal_ties(assignment, catalog)
     return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
+
+
+def match(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    catalog: Mapping[str, Entry],
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+) -> tuple[Assignment, Absence]:
+    """The source of every target, and the keys that are missing or unexpected; `folder` names the checkpoint in errors.
+
+    Reads nothing, so targets may be on the meta device. Raises CheckpointError as `load_into` does.
+    """
+    keys = resolve_keys(model, catalog)
+    assignment = assign(model, targets, catalog, keys)
+    absence = find_absence(model, {name for target in assignment.missing for name in target.names}, keys.unexpected)
+    if targets and len(assignment.missing) == len(targets):
+        raise no_match(model, folder, catalog)
+    if strict:
+        check_absence(model, folder, keys, absence, len(targets))
+    return assignment, absence
 
 
 def _check_complete(model: PreTrainedModel, targets: Sequence[Target]) -> None:

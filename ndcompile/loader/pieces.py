@@ -39,7 +39,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def crop(pieces: Iterable[Piece], start: Sequence[int], size: Sequence[int]) -> Iterator[Piece]:
     """What `pieces` hold of the rectangle at `start` with `size`, with starts relative to it."""
     bounds = [(low, low + length) for low, length in zip(start, size, strict=True)]
+    first_low, first_high = bounds[0] if bounds else (0, 1)
     for piece in pieces:
+        # Most pieces lie elsewhere in the first dim (other experts): they are passed by at once.
+        if piece.start and not first_low - piece.size[0] < piece.start[0] < first_high:
+            continue
         offset, starts, sizes = piece.offset, [], []
         for first, length, stride, (low, high) in zip(piece.start, piece.size, piece.strides, bounds, strict=True):
             begin, end = max(first, low), min(first + length, high)

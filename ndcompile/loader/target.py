@@ -17,9 +17,9 @@ from ndcompile.layout import boxes, local_shape, narrow
 class Target:
     """One tensor this rank must fill: its part of the global tensor `fqn`.
 
-    `tensor` is the local destination: real memory of the local shape on any device, possibly a non-contiguous view,
-    possibly empty; its dtype wins over the checkpoint's. `shape` is the global shape. `aliases` are the other names of
-    a tied tensor.
+    `tensor` is the local destination: memory of the local shape on any device, possibly a non-contiguous view, possibly
+    empty; on the meta device it can be planned but not loaded. Its dtype wins over the checkpoint's. `shape` is the
+    global shape. `aliases` are the other names of a tied tensor.
     """
 
     fqn: str
@@ -34,8 +34,6 @@ class Target:
         expected = local_shape(self.shape, self.placements, self.mesh_shape, self.coordinate)
         if self.tensor.shape != expected:
             raise ValueError(f"{self.fqn}: local shape {tuple(self.tensor.shape)}, its layout says {tuple(expected)}")
-        if self.tensor.is_meta:
-            raise ValueError(f"{self.fqn} is on the meta device: allocate it before loading")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,122 @@
+"""The command `ndcompile`: what can be said about a model and a mesh without running them.
+
+ndcompile verify path/to/checkpoint --fsdp 8 --tp 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ndcompile.errors import NdcompileError
+from ndcompile.loader.proof import Proof
+from ndcompile.loader.rank_reads import ReadPlan, spell_bytes
+from ndcompile.loader.source import cached_snapshot, has_checkpoint
+from ndcompile.planning import LoadingPlan, plan_loading
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 proven, 1 a fault was found, 2 it cannot be planned."""
+    options = _parser().parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    sizes = {"dp_replicate": options.dp_replicate, "fsdp": options.fsdp, "tp": options.tp, "ep": options.ep}
+    try:
+        folder = _checkpoint(options.source)
+        plan = plan_loading(_model(options.source), folder, sizes, strict=not options.lenient)
+        proof = plan.proof()
+        reads = plan.reads()
+    except (NdcompileError, OSError, ValueError) as error:
+        print(f"ndcompile: {error}", file=sys.stderr)
+        return 2
+    print(_report(plan, proof, reads, folder))
+    if options.ranks:
+        print(reads)
+    return 1 if proof.faults else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ndcompile", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="command")
+    verify = commands.add_parser(
+        "verify",
+        help="prove that all ranks together load every tensor",
+        description="Prove that the slices of all ranks tile every tensor, and that every byte of the checkpoint is "
+        "used once. Needs no process group, no GPU and no memory for weights.",
+    )
+    verify.add_argument(
+        "source",
+        help="folder with config.json and safetensors; a folder or config.json without weights is verified for the "
+        "checkpoint that it would be saved to; or a Hub id",
+    )
+    for axis, meaning in [
+        ("fsdp", "ranks that shard parameters and have different batches"),
+        ("tp", "ranks that share a batch"),
+        ("ep", "expert shards, a multiple of tp"),
+        ("dp-replicate", "copies of the sharded model"),
+    ]:
+        verify.add_argument(f"--{axis}", type=_size, default=1, metavar="N", help=f"{meaning} (1)")
+    verify.add_argument("--ranks", action="store_true", help="also print what every rank reads")
+    verify.add_argument("--lenient", action="store_true", help="allow missing tensors, as load(strict=False) does")
+    return parser
+
+
+def _size(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number of ranks, 1 or more")
+    return int(text)
+
+
+def _checkpoint(source: str) -> Path | None:
+    """The folder with the weights of `source`, if there are any; nothing is downloaded."""
+    path = Path(source)
+    if path.exists():
+        return path if path.is_dir() and has_checkpoint(path) else None
+    return cached_snapshot(source)
+
+
+def _model(source: str) -> PreTrainedModel:
+    """The model of `source` on the meta device, of the class that its config names."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(source)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    dtype = config.dtype or torch.bfloat16
+    with torch.device("meta"):
+        if named and isinstance(named[0], type) and issubclass(named[0], PreTrainedModel):
+            return named[0]._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _report(plan: LoadingPlan, proof: Proof, reads: ReadPlan, folder: Path | None) -> str:
+    files = {block.file for entry in plan.catalog.values() for block in entry.blocks}
+    stored = sum(entry.nbytes for entry in plan.catalog.values())
+    where = f"in {folder}" if folder else "that it would be saved to (no weights were found)"
+    copies = sum(r.needed for r in reads.ranks) / max(proof.bytes_used, 1)
+    totals = [r.total for r in reads.ranks]
+    ratios = [r.total / r.needed for r in reads.ranks if r.needed]
+    lines = [
+        f"{plan.model} on {plan.mesh}: {plan.mesh.ranks} ranks",
+        f"checkpoint {where}: {len(plan.catalog)} keys, {spell_bytes(stored)}, {len(files)} files",
+        f"slices       {proof.tensors} tensors in {proof.slices} boxes of all ranks",
+        f"conversion   {proof.pieces} pieces make them",
+        f"sources      {proof.keys} keys, {spell_bytes(proof.bytes_used)}, held {copies:.2f} times",
+        f"reads        {spell_bytes(min(totals))} to {spell_bytes(max(totals))} a rank, at most "
+        f"{max(ratios, default=1.0):.2f} times its slices",
+    ]
+    for names, meaning in [
+        (proof.unused, "keys of the checkpoint are not used"),
+        (proof.whole, "tensors are computed"),
+    ]:
+        if names:
+            lines.append(f"note: {len(names)} {meaning}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+    if proof.faults:
+        return "\n".join([*lines, f"WRONG: {len(proof.faults)} faults", *(f"  {fault}" for fault in proof.faults)])
+    return "\n".join([*lines, "proven: every element is in one box, times replication; every byte is used once"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
