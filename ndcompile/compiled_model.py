@@ -24,7 +24,7 @@ from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, Shadow, capture
 from ndcompile.errors import AgreementError, NdcompileError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
-from ndcompile.loader import LoadReport, Target, buffer_targets, load_into, materialize_buffers
+from ndcompile.loader import LoadReport, Peers, Target, buffer_targets, load_into, materialize_buffers
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
@@ -90,8 +90,8 @@ class CompiledModel:
         refuse_methods(model)
         refuse_inner_calls(model)
 
-    def load(self, folder: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
-        """Read this rank's slices and the buffers."""
+    def load(self, source: str | os.PathLike[str], *, strict: bool = True, verify: str | None = None) -> LoadReport:
+        """Read this rank's slices and the buffers; see `ndcompile.load`."""
         self.store.materialize()
         materialize_buffers(self.model, self.mesh.device)
         targets = [
@@ -102,7 +102,10 @@ class CompiledModel:
         targets += buffer_targets(self.model, mesh_shape, coordinate)
         self.loads += 1
         with self.agreement.step(name := f"load{self.loads}"):
-            report = load_into(self.shadow.module, targets, folder, progress=dist.get_rank() == 0, strict=strict)
+            peers = None if verify is None else Peers.of(self.agreement, name)
+            report = load_into(
+                self.shadow.module, targets, source, progress=dist.get_rank() == 0, strict=strict, verify=peers
+            )
         self.agreement.exchange(f"{name}/done", True)
         return report
 

@@ -45,7 +45,7 @@ def compile(
         builds it from the config with `init_mesh`.
     distributed_config: plans to override (`tp_plan`, `fsdp_plan`), `fsdp_mixed_precision`. Defaults to
         `model.config.distributed_config`. Sizes come from the mesh; a config that asks for others is an error.
-    checkpoint: folder of safetensors; each rank reads the bytes of its own slices.
+    checkpoint: folder of safetensors, or a Hub id, see `load`; each rank reads the bytes of its own slices.
     backend: "inductor", or "aot_eager" to run the same graph without inductor.
     dynamic: None captures the first sizes as they are, and with symbolic batch and sequence when they change; True
         starts symbolic; False captures every size anew.
@@ -79,13 +79,23 @@ def compile(
     return model
 
 
-def load(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> LoadReport:
-    """Fill a compiled model from a folder of safetensors, each rank reading its own bytes. No collectives.
+def load(
+    model: nn.Module, source: str | os.PathLike[str], *, strict: bool = True, verify: str | None = None
+) -> LoadReport:
+    """Fill a compiled model from safetensors, each rank reading its own bytes. No collectives.
 
-    Parameters keep their identity, so an optimizer may exist already. See `ndcompile.loader.load_into` for `strict` and
-    for what is refused. A rank that cannot load makes the others raise as well.
+    source: a folder (one file, several with an index, or shards that torch.distributed.checkpoint wrote as
+        safetensors), or a Hub id, which huggingface_hub's cache resolves.
+    strict: see `ndcompile.loader.load_into`, which also says what is refused.
+    verify: "hash" compares checksums of what all ranks hold with those of the files, which reads the checkpoint once
+        more, a part on each rank. A difference raises CheckpointError on every rank and names the tensor and the ranks.
+
+    Parameters keep their identity, so an optimizer may exist already. A rank that cannot load makes the others raise as
+    well.
     """
-    return compiled_model(model).load(folder, strict=strict)
+    if verify not in (None, "hash"):
+        raise ValueError(f'verify={verify!r} is unknown. Use "hash", or None for no checksums.')
+    return compiled_model(model).load(source, strict=strict, verify=verify)
 
 
 def lower_only(model: nn.Module, batch: int, sequence: int) -> Partitioner:

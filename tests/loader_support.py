@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ndcompile.layout import local_shape
 from ndcompile.loader import Target
+from ndcompile.torch_private import StridedShard
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -108,17 +111,25 @@ def targets_of(
     return targets
 
 
+def in_memory(target: Target, coordinate: tuple[int, ...]) -> Target:
+    """A planned target with memory, of the rank at `coordinate`."""
+    shape = local_shape(target.shape, target.placements, target.mesh_shape, coordinate)
+    return dataclasses.replace(target, tensor=torch.empty(shape, dtype=target.tensor.dtype), coordinate=coordinate)
+
+
 def chunked(
     tensor: torch.Tensor, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> torch.Tensor:
     """The part of `tensor` at `coordinate`, by torch.chunk alone: the independent reference for layouts."""
-    tensor = tensor.detach()
+    value = tensor.detach()
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if isinstance(placement, Shard):
-            chunks = torch.chunk(tensor, size, placement.dim)
-            empty = tensor.narrow(placement.dim, 0, 0)
-            tensor = chunks[index] if index < len(chunks) else empty
-    return tensor
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim
+        parts = value.chunk(placement.split_factor, dim) if isinstance(placement, StridedShard) else [value]
+        held = [chunks[index] for part in parts if index < len(chunks := part.chunk(size, dim))]
+        value = torch.cat(held, dim) if held else value.narrow(dim, 0, 0)
+    return value
 
 
 def assert_holds(targets: list[Target], full: dict[str, torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from loader_support import on_meta, targets_of, tiny_model
+from loader_support import chunked, on_meta, targets_of, tiny_model
 from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard
 from transformers.core_model_loading import (
@@ -27,7 +27,7 @@ from ndcompile.loader.catalog import read_catalog
 from ndcompile.loader.conversion import convert_group, trace_group
 from ndcompile.loader.coverage import Rectangle, Strided, find_fault, find_misuse
 from ndcompile.loader.keys import ConversionGroup
-from ndcompile.loader.layouts import MeshShape, storage_axes
+from ndcompile.loader.layouts import MeshShape, copies, storage_axes
 from ndcompile.loader.load import match
 from ndcompile.loader.proof import prove, rank_boxes
 from ndcompile.loader.reading import execute, plan_reads
@@ -96,17 +96,6 @@ def random_placements(shape, mesh_shape, source):
     return tuple(placements)
 
 
-def sliced(value, placements, mesh_shape, coordinate):
-    """The rank's slice, by torch.chunk on the whole tensor."""
-    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        parts = value.chunk(placement.split_factor, placement.dim) if isinstance(placement, StridedShard) else [value]
-        held = [chunks[index] for part in parts if index < len(chunks := part.chunk(size, placement.dim))]
-        value = torch.cat(held, placement.dim) if held else value.narrow(placement.dim, 0, 0)
-    return value
-
-
 def planned(folder, model, source, name):
     """Random targets of what converter `name` makes, with their pieces and their whole values."""
     group, tensors = checkpoint(folder, name, source)
@@ -134,7 +123,10 @@ def test_planned_slices_of_random_layouts_equal_slices_of_the_converted_tensor(t
                 coordinate = tuple(source.randrange(size) for size in mesh_shape)
                 target = target_at(value, placements, mesh_shape, coordinate)
                 execute(plan_reads(symbolic.pieces, target.rectangles()))
-                assert torch.equal(target.tensor, sliced(value, placements, mesh_shape, coordinate)), (name, placements)
+                assert torch.equal(target.tensor, chunked(value, placements, mesh_shape, coordinate)), (
+                    name,
+                    placements,
+                )
                 cases += 1
     assert cases >= 1000
 
@@ -152,9 +144,9 @@ def test_the_proof_accepts_random_plans_and_rejects_them_with_one_box_moved_by_o
                 target = target_at(value, placements, mesh.sizes, (0,) * len(mesh.sizes))
                 sources.append(Source(target, keys, symbolic.pieces))
                 boxes = rank_boxes(value.shape, placements, mesh)
-                copies = mesh.copies(placements)
-                assert find_fault(value.shape, boxes, copies) is None
-                assert find_fault(value.shape, moved(boxes, source), copies) is not None
+                times = copies(placements, mesh.sizes)
+                assert find_fault(value.shape, boxes, times) is None
+                assert find_fault(value.shape, moved(boxes, source), times) is not None
                 cases += 1
             proof = prove(Assignment(tuple(sources), (), (), ()), catalog, mesh)
             assert proof.faults == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from loader_support import on_meta, rewrite, tiny_model
+from loader_support import in_memory, on_meta, rewrite, tiny_model
 from safetensors.torch import load_file
 
 import ndcompile
 from ndcompile.cli import main
-from ndcompile.layout import local_shape
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.load import load_into
 from ndcompile.loader.synthetic import synthetic_catalog
@@ -44,11 +42,6 @@ def test_the_planned_bytes_are_those_that_a_load_reads(folder):
         targets = [in_memory(source.target, reads.coordinate) for source in plan.assignment.sources]
         assert load_into(model, targets, folder).bytes_read == reads.total
         assert sum(target.tensor.nbytes for target in targets) == reads.needed
-
-
-def in_memory(target, coordinate):
-    local = torch.empty(local_shape(target.shape, target.placements, target.mesh_shape, coordinate))
-    return dataclasses.replace(target, tensor=local, coordinate=coordinate)
 
 
 def test_a_plan_prints_files_ranks_and_bytes(folder):

@@ -112,8 +112,7 @@ def assign(
     groups = tuple(
         WholeGroup(group, _cast_dtype(group, catalog, target_of), whole[group.name][1], whole[group.name][0])
         for group in keys.groups
-        # A rank without a part of anything that a group makes (another's experts) need not read it.
-        if group.name in whole and any(target.tensor.numel() for target in whole[group.name][1].values())
+        if group.name in whole
     )
     return Assignment(tuple(sources), groups, tuple(missing), tuple(repeated))
 

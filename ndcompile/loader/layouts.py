@@ -45,13 +45,14 @@ class MeshShape:
         """Of every rank, in storage order."""
         return itertools.product(*map(range, self.sizes))
 
-    def copies(self, placements: Sequence[Placement]) -> int:
-        """How many ranks hold every element of a tensor with `placements`."""
-        sizes = zip(placements, self.sizes, strict=True)
-        return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
-
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def copies(placements: Sequence[Placement], mesh_shape: Sequence[int]) -> int:
+    """How many ranks hold every element of a tensor with `placements`."""
+    sizes = zip(placements, mesh_shape, strict=True)
+    return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
 
 
 def storage_axes(sizes: Mapping[str, int]) -> MeshShape:

@@ -16,12 +16,14 @@ import torch
 from ndcompile.loader.absence import Absence, check_absence, find_absence, log_absence, no_match
 from ndcompile.loader.assignment import Assignment, WholeGroup, assign
 from ndcompile.loader.catalog import CheckpointError, Entry, read_catalog
+from ndcompile.loader.checksum import Peers, verify_checksums
 from ndcompile.loader.conversion import convert_group
 from ndcompile.loader.initialization import initialize_missing
 from ndcompile.loader.keys import resolve_keys
 from ndcompile.loader.pieces import pieces_of
 from ndcompile.loader.progress import transfer_progress
 from ndcompile.loader.reading import execute, plan_reads
+from ndcompile.loader.source import resolve_source
 from ndcompile.loader.target import Target
 
 if TYPE_CHECKING:
@@ -32,23 +34,26 @@ _logger = logging.getLogger("ndcompile.loader")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did on this rank. `bytes_read` counts bytes of files, `seconds` wall time."""
+    """What a load did on this rank. `bytes_read` counts bytes of files, `seconds` wall time; checksums of `verified`
+    tensors were compared, whose bytes are not counted."""
 
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     bytes_read: int
     seconds: float
+    verified: int = 0
 
 
 def load_into(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    folder: str | os.PathLike[str],
+    source: str | os.PathLike[str],
     *,
     progress: bool = False,
     strict: bool = True,
+    verify: Peers | None = None,
 ) -> LoadReport:
-    """Fill `targets`, this rank's tensors of `model`, from the safetensors checkpoint in `folder`.
+    """Fill `targets`, this rank's tensors of `model`, from the safetensors checkpoint `source`, a folder or a Hub id.
 
     `model` is read for names, key conversion, ties and `_init_weights` only. The dtype of a target wins over the
     checkpoint's. Each rank reads what it holds by itself: there are no collectives. Everything is checked before the
@@ -59,7 +64,8 @@ def load_into(
     expect it: names in `_keys_to_ignore_on_load_missing`, ties, and the head of a model whose checkpoint is the bare
     base model. `strict=False` gives transformers' behaviour; new values depend on the FQN alone, so that every rank
     and mesh agrees. Missing and unexpected keys are logged once, on the rank at the origin of the mesh, worded as
-    transformers words them. `progress` shows a bar if stderr is a terminal.
+    transformers words them. `progress` shows a bar if stderr is a terminal. With `verify`, all ranks compare checksums
+    of what they hold with those of the files, which reads the checkpoint once more, a part on each rank.
 
     Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
     shape (all of them listed), quantized weights, a missing tensor that the model does not initialise.
@@ -70,17 +76,20 @@ def load_into(
     if unallocated := [target.fqn for target in targets if target.tensor.is_meta]:
         raise ValueError(f"{unallocated[0]} is on the meta device: allocate it before loading")
     _check_complete(model, targets)
+    folder = resolve_source(source)
     catalog = read_catalog(folder)
-    _refuse_quantized(model, Path(folder))
+    _refuse_quantized(model, folder)
     assignment, absence = match(model, targets, catalog, folder, strict=strict)
     # Before the transfer, because it raises for a tensor that the model gives no value.
     initialize_missing(model, assignment.missing)
     bytes_read = _transfer(model, assignment, catalog, progress)
+    verified = 0 if verify is None else verify_checksums(model, assignment, catalog, verify)
     if _at_origin(targets):
         log_absence(model, folder, absence, _logger)
         _log_whole(assignment.whole)
         _warn_of_unequal_ties(assignment, catalog)
-    return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return LoadReport(absence.missing_keys, absence.unexpected_keys, bytes_read, seconds, verified)
 
 
 def match(
@@ -131,11 +140,13 @@ def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:
 def _transfer(model: PreTrainedModel, assignment: Assignment, catalog: Mapping[str, Entry], progress: bool) -> int:
     """Read everything that has a source; returns the bytes read."""
     reads = [read for source in assignment.sources for read in plan_reads(source.pieces, source.target.rectangles())]
-    grouped = sum(catalog[key].nbytes for whole in assignment.whole for key, _ in whole.group.sources)
+    # A rank without a part of anything that a group makes (another's experts) need not read it.
+    needed = [w for w in assignment.whole if any(target.tensor.numel() for target in w.filled.values())]
+    grouped = sum(catalog[key].nbytes for whole in needed for key, _ in whole.group.sources)
     total = sum(read.nbytes for read in reads) + grouped
     with transfer_progress("Loading weights", total, enabled=progress) as advance:
         bytes_read = execute(reads, advance)
-        for whole in assignment.whole:
+        for whole in needed:
             bytes_read += _fill_converted(model, whole, catalog, advance)
     return bytes_read
 

@@ -20,7 +20,7 @@ from ndcompile.loader.assignment import Assignment, Source
 from ndcompile.loader.catalog import Entry
 from ndcompile.loader.coverage import Rectangle, Strided, find_fault, find_misuse
 from ndcompile.loader.headers import Block
-from ndcompile.loader.layouts import MeshShape, boxes_of
+from ndcompile.loader.layouts import MeshShape, boxes_of, copies
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def prove(assignment: Assignment, catalog: Mapping[str, Entry], mesh: MeshShape)
         key = (target.shape, target.placements)
         if key not in known:
             held = rank_boxes(target.shape, target.placements, mesh)
-            known[key] = len(held), find_fault(target.shape, held, mesh.copies(target.placements))
+            known[key] = len(held), find_fault(target.shape, held, copies(target.placements, mesh.sizes))
         count, fault = known[key]
         slices += count
         faults += [f"{target.fqn} {tuple(target.shape)} as {target.placements}: {fault}"] if fault else []

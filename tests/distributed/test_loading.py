@@ -1,0 +1,75 @@
+"""Loading on real ranks: checksums, and checkpoints that torch.distributed.checkpoint wrote in shards."""
+
+import re
+import shutil
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import workers
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from workers import FSDP2_TP2, FSDP4
+
+import ndcompile
+
+MOE = {"num_hidden_layers": 1}
+
+
+def _load(folders, layout, name="mixtral"):
+    model = workers.compiled(name, layout, None, MOE)
+    report = ndcompile.load(model, folders[dist.get_rank() % len(folders)], verify="hash")
+    plain = dict(models.build(name, **MOE).named_parameters())
+    equal = all(torch.equal(workers.full(value), plain[key]) for key, value in model.state_dict().items())
+    return equal, report.verified
+
+
+@pytest.mark.parametrize("layout", [FSDP4, FSDP2_TP2], ids=str)
+def test_checksums_of_all_ranks_are_those_of_the_files(ranks, checkpoint, layout):
+    results = ranks(_load, [checkpoint("mixtral", **MOE)], layout)
+    assert results == [(True, len(models.build("mixtral", **MOE).state_dict()))] * 4
+
+
+def _load_fails(folders, layout):
+    with pytest.raises(ndcompile.CheckpointError) as error:
+        _load(folders, layout)
+    return str(error.value)
+
+
+def test_ranks_that_read_different_files_learn_which_tensor_differs(ranks, checkpoint, tmp_path):
+    good = Path(checkpoint("mixtral", **MOE))
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"].view(torch.int32)[-1] ^= 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for message in ranks(_load_fails, [str(good), str(good), str(good), str(tmp_path)], FSDP4):
+        assert "checksums of 1 of" in message
+        assert re.search(r"model.norm.weight: every rank holds what it reads, so the ranks read different", message)
+
+
+def _save_shards(checkpoint, folder, layout):
+    model = workers.compiled("llama", layout, checkpoint, MOE)
+    dcp.save(get_model_state_dict(model), storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+
+
+def _load_shards(folder, layout):
+    model = workers.compiled("llama", layout, folder, MOE)
+    plain = dict(models.build("llama", **MOE).named_parameters())
+    return all(torch.equal(workers.full(value), plain[key]) for key, value in model.state_dict().items())
+
+
+def test_safetensors_shards_of_dcp_load_on_another_mesh(ranks, checkpoint, tmp_path):
+    ranks(_save_shards, checkpoint("llama", **MOE), str(tmp_path), FSDP2_TP2)
+    assert len(list(tmp_path.glob("shard-*.safetensors"))) == 4
+    assert ranks(_load_shards, str(tmp_path), FSDP4) == [True] * 4
+
+
+def test_a_lost_shard_of_dcp_is_refused(ranks, checkpoint, tmp_path):
+    ranks(_save_shards, checkpoint("llama", **MOE), str(tmp_path), FSDP2_TP2)
+    sorted(tmp_path.glob("shard-*.safetensors"))[1].unlink()
+    with pytest.raises(ndcompile.CheckpointError, match=r"the shards of key .* do not tile \(.*covered 0 times"):
+        ndcompile.read_plan(models.on_meta("llama", **MOE), tmp_path, {"fsdp": 4})
