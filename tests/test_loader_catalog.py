@@ -145,3 +145,41 @@ def test_a_broken_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="no checkpoint index"):
         read_catalog(tmp_path)
+
+
+def test_all_that_is_wrong_is_in_one_message(tmp_path):
+    write_sharded(tmp_path, {"x.safetensors": A, "y.safetensors": B, "z.safetensors": {"c": torch.zeros(100)}})
+    (tmp_path / "x.safetensors").unlink()
+    header = {
+        "b": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]},
+        "d": {"dtype": "F32", "shape": [4], "data_offsets": [8, 16]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "y.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    (tmp_path / "z.safetensors").write_bytes((tmp_path / "z.safetensors").read_bytes()[:-4])
+    with pytest.raises(CheckpointError) as error:
+        read_catalog(tmp_path)
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("is broken, nothing was loaded:")
+    expected = [
+        "names a file that is missing: x.safetensors",
+        "y.safetensors has a corrupt header: key 'b': unknown dtype 'F99'",
+        "y.safetensors has a corrupt header: key 'd': 8 bytes do not hold shape (4,) of torch.float32, which needs 16",
+        "z.safetensors is truncated: ",
+    ]
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+
+
+@pytest.mark.parametrize("offsets", [[0, 1 << 50], [-8, 0], [8, 0]], ids=str)
+def test_offsets_out_of_range_are_refused(tmp_path, offsets):
+    raw(tmp_path, {"w": {"dtype": "U8", "shape": [max(offsets[1] - offsets[0], 0)], "data_offsets": offsets}}, bytes(8))
+    with pytest.raises(CheckpointError, match=r"model.safetensors (is truncated|has a corrupt header: key 'w')"):
+        read_catalog(tmp_path)
+
+
+def test_a_header_that_is_longer_than_the_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((1000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=r"truncated: its header needs 1000 bytes, 2 are there"):
+        read_catalog(tmp_path)
