@@ -165,6 +165,27 @@ def test_missing_and_unexpected_keys_are_reported_once_as_transformers_words_it(
     assert "UNEXPECTED" in text
 
 
+def test_keys_that_are_left_over_are_refused_with_their_files(llama, tmp_path):
+    llama.config.num_hidden_layers = 1
+    meta = on_meta(llama)
+    message = (
+        r"holds 9 keys that LlamaForCausalLM does not know: model.layers.1.input_layernorm.weight \(32,\) in model"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        load_into(meta, targets_of(meta), tmp_path)
+    assert len(load_into(meta, targets_of(meta), tmp_path, strict=False).unexpected_keys) == 9
+
+
+@pytest.mark.parametrize("part", ["whole", "base"])
+def test_a_base_model_leaves_out_heads_but_no_layers(llama, tmp_path, part):
+    (llama if part == "whole" else llama.model).save_pretrained(tmp_path)
+    llama.config.num_hidden_layers = 1
+    with torch.device("meta"):
+        base = AutoModel.from_config(llama.config, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"holds 9 keys that LlamaModel does not know: .*layers.1"):
+        load_into(base, targets_of(base), tmp_path)
+
+
 def test_keys_that_the_model_ignores_are_not_reported(llama, tmp_path, caplog):
     rewrite(tmp_path, lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
     meta = on_meta(llama)

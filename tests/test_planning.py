@@ -90,7 +90,9 @@ def test_verify_takes_a_config_without_weights(capsys):
 def test_verify_lists_keys_from_which_nothing_is_read(tmp_path, capsys):
     tiny_model("llama").save_pretrained(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors | {"model.extra.weight": torch.zeros(3)})
-    assert main(["verify", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "1 keys that LlamaForCausalLM does not know: model.extra.weight (3,) in model" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path), "--lenient"]) == 0
     assert "1 keys of the checkpoint are not used: model.extra.weight" in capsys.readouterr().out
 
 

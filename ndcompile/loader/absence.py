@@ -14,6 +14,7 @@ from ndcompile.transformers_private import LoadStateDictInfo, log_state_dict_rep
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ndcompile.loader.catalog import Entry
     from ndcompile.loader.keys import KeyResolution
 
 
@@ -33,9 +34,15 @@ def find_absence(model: PreTrainedModel, missing: Collection[str], unexpected: C
 
 
 def check_absence(
-    model: PreTrainedModel, folder: str | os.PathLike[str], keys: KeyResolution, absence: Absence, expected: int
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    catalog: Mapping[str, Entry],
+    keys: KeyResolution,
+    absence: Absence,
+    expected: int,
 ) -> None:
-    """Raise CheckpointError for a missing parameter, except for the head when `keys` come from a base model.
+    """Raise CheckpointError for a missing parameter, except for the head when `keys` come from a base model, and for a
+    key that the model does not know, except for a head's when the model is a base model.
 
     Missing persistent buffers are no error: older checkpoints lack them and `_init_weights` knows their value.
     """
@@ -50,6 +57,16 @@ def check_absence(
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(lost)} of the {expected} tensors of {type(model).__name__}: "
             f"{_listing(lost)}{_hint(absence)}\nPass strict=False to initialise them anew, as from_pretrained does."
+        )
+    left_over = sorted({keys.unexpected[name] for name in absence.unexpected_keys if name in keys.unexpected})
+    if model.base_model is model and any(key.startswith(prefix) for key in catalog):
+        left_over = [key for key in left_over if key.startswith(prefix)]
+    if left_over:
+        listed = [f"{key} {tuple(catalog[key].shape)} in {catalog[key].file_names}" for key in left_over]
+        raise CheckpointError(
+            f"the checkpoint in {folder} holds {len(left_over)} keys that {type(model).__name__} does not know: "
+            f"{_listing(listed)}\nThe config may be that of a smaller model. Pass strict=False to leave them out, as "
+            "from_pretrained does."
         )
 
 

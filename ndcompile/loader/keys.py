@@ -34,14 +34,14 @@ class ConversionGroup:
 
 @dataclass(frozen=True)
 class KeyResolution:
-    """`plain` maps a name of the model to its checkpoint key.
+    """`plain` maps a name of the model to its checkpoint key, `unexpected` a name that the model lacks to its key.
 
     `from_base_model`: the checkpoint was saved from the bare base model, so it has no head.
     """
 
     plain: Mapping[str, str]
     groups: tuple[ConversionGroup, ...]
-    unexpected: frozenset[str]
+    unexpected: Mapping[str, str]
     from_base_model: bool
 
 
@@ -58,7 +58,7 @@ def resolve_keys(model: PreTrainedModel, keys: Iterable[str]) -> KeyResolution:
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     plain: dict[str, str] = {}
     sources: dict[str, list[tuple[str, str]]] = {}
-    unexpected: set[str] = set()
+    unexpected: dict[str, str] = {}
     # Natural order, because experts are stacked in it and some renames look at what came before.
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
@@ -66,7 +66,7 @@ def resolve_keys(model: PreTrainedModel, keys: Iterable[str]) -> KeyResolution:
             # A pattern matched a name that was right already.
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
         if name not in names:
-            unexpected.update(_unmatched(name, converter_of.get(pattern)))
+            unexpected |= dict.fromkeys(_unmatched(name, converter_of.get(pattern)), key)
         elif pattern is not None:
             sources.setdefault(name, []).append((key, pattern))
         elif name in plain:
@@ -77,7 +77,7 @@ def resolve_keys(model: PreTrainedModel, keys: Iterable[str]) -> KeyResolution:
         name = min(clashes)
         raise CheckpointError(f"keys {plain[name]!r} and {sources[name][0][0]!r} of the checkpoint both name {name}")
     groups = tuple(ConversionGroup(name, converter_of[found[0][1]], tuple(found)) for name, found in sources.items())
-    return KeyResolution(plain, groups, frozenset(unexpected), _from_base_model(model, plain, groups))
+    return KeyResolution(plain, groups, unexpected, _from_base_model(model, plain, groups))
 
 
 def lost_sources(group: ConversionGroup) -> list[str]:

@@ -62,10 +62,12 @@ def load_into(
     A parameter that the checkpoint lacks is an error, unlike in transformers, where it is initialised anew with a
     warning: a lost file or a wrong folder would train from noise. The exceptions are those in which transformers users
     expect it: names in `_keys_to_ignore_on_load_missing`, ties, and the head of a model whose checkpoint is the bare
-    base model. `strict=False` gives transformers' behaviour; new values depend on the FQN alone, so that every rank
-    and mesh agrees. Missing and unexpected keys are logged once, on the rank at the origin of the mesh, worded as
-    transformers words them. `progress` shows a bar if stderr is a terminal. With `verify`, all ranks compare checksums
-    of what they hold with those of the files, which reads the checkpoint once more, a part on each rank.
+    base model. A key that the model does not know is an error too, because the config may be that of a smaller model,
+    unless it is a head's and the model a base model. `strict=False` gives transformers' behaviour; new values depend on
+    the FQN alone, so that every rank and mesh agrees. Missing and unexpected keys are logged once, on the rank at the
+    origin of the mesh, worded as transformers words them. `progress` shows a bar if stderr is a terminal. With
+    `verify`, all ranks compare checksums of what they hold with those of the files, which reads the checkpoint once
+    more, a part on each rank.
 
     Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
     shape (all of them listed), quantized weights, a missing tensor that the model does not initialise.
@@ -110,7 +112,7 @@ def match(
     if targets and len(assignment.missing) == len(targets):
         raise no_match(model, folder, catalog)
     if strict:
-        check_absence(model, folder, keys, absence, len(targets))
+        check_absence(model, folder, catalog, keys, absence, len(targets))
     return assignment, absence
 
 
