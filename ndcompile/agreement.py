@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ndcompile.errors import AgreementError
 from ndcompile.mesh import StorageMesh, leave_groups
-from ndcompile.redistribute import average_gradient, redistribute, unshard
+from ndcompile.redistribute import all_to_all, average_gradient, redistribute, unshard
 from ndcompile.torch_private import default_store
 
 T = TypeVar("T")
@@ -82,19 +82,21 @@ class Agreement:
                 raise AgreementError(f"Rank {self.rank} stops, as {self._store.get(failed).decode()}")
             if time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(keys) if not self._store.check([name])]
-                self._give_up(
+                reason = (
                     f"Rank {self.rank} waited {self.timeout} for ranks {missing} to reach {exchange!r}: they did not "
                     "make this call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), "
                     "with the same arguments, in the same order."
                 )
+                self.give_up(reason, AgreementError(reason))
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _give_up(self, reason: str) -> NoReturn:
+    def give_up(self, reason: str, error: Exception) -> NoReturn:
         """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
-        self._store.set("gave up", reason)
-        leave_groups(self.mesh)
-        raise AgreementError(reason)
+        if not self.alone:
+            self._store.set("gave up", reason)
+            leave_groups(self.mesh)
+        raise error
 
     def same(self, key: str, value: Sequence[str], what: str) -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.
@@ -163,12 +165,16 @@ def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
     """
     lines = []
     for node in graph.nodes:
-        if node.target not in (redistribute, unshard, average_gradient):
+        if node.target not in (redistribute, unshard, average_gradient, all_to_all):
             continue
         value = node.meta["val"]
-        _, group, _, *rest = node.args
+        if node.target is all_to_all:
+            group, rest = node.args[3], []
+        else:
+            _, group, _, *rest = node.args
         plain = [str(a) for a in rest if isinstance(a, str | int)]
-        shape = tuple(value.shape) if node.target is not redistribute else f"{value.ndim} dims"
+        sized = node.target in (unshard, average_gradient)
+        shape = tuple(value.shape) if sized else f"{value.ndim} dims"
         module = node.meta.get("custom", {}).get("module", "")
         name = node.target._opname
         lines.append(f"{name} over {axes.get(group, group)} ({', '.join(plain)}) {value.dtype} {shape} in {module!r}")

@@ -22,8 +22,8 @@ from ndcompile.styles import STYLES, SUM, Style
 Forward = Callable[..., Any]
 
 
-class TensorParallelAxis:
-    """The tp axis as the wrappers see it. `coordinate` is the graph input that holds this rank's index (0-dim)."""
+class Boundary:
+    """An axis as the wrappers see it. `coordinate` is the graph input that holds this rank's index on it (0-dim)."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -36,7 +36,7 @@ class TensorParallelAxis:
         return redistribute(x, self.axis.group, self.axis.size, src, dst, full, self.coordinate if narrows else None)
 
 
-def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: TensorParallelAxis) -> None:
+def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: Boundary) -> None:
     """Wrap the forward of every plan module of `shadow`.
 
     Raises PlanError for a style on a module that it cannot serve.
@@ -54,7 +54,7 @@ def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: TensorParallel
             raise PlanError(f"The style {entry.style!r} cannot serve {entry.fqn!r}: {error}") from error
 
 
-def boundary(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
+def boundary(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """The generic row: move the first input, use the parameters, move the output."""
     forward = module.forward
     full = getattr(module, style.width) if style.width else None
@@ -73,7 +73,7 @@ def boundary(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParal
     return local
 
 
-def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
+def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """The bias is added once, after the sum."""
     forward = module.forward
     full = getattr(module, style.width) if style.width else None
@@ -95,7 +95,7 @@ def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParall
     return local
 
 
-def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
+def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """Look up the ids of this rank's rows, zero for the others, and sum over the ranks."""
     forward = module.forward
     if not isinstance(module, nn.Embedding):
@@ -118,7 +118,7 @@ def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorPar
     return local
 
 
-def moe_experts(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
+def moe_experts(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """Every rank runs its slice of every expert: hidden states and routing weights enter, the outputs are summed."""
     forward = module.forward
 
@@ -133,7 +133,7 @@ def moe_experts(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorPa
     return local
 
 
-def moe_identity(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorParallelAxis) -> Forward:
+def moe_identity(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """An identity expert gives the same on every rank, and the experts' sum counts it tp times."""
     forward = module.forward
 
@@ -144,7 +144,7 @@ def moe_identity(shadow: nn.Module, module: nn.Module, style: Style, tp: TensorP
     return local
 
 
-LOCAL_FORWARDS: dict[str, Callable[[Any, nn.Module, Style, TensorParallelAxis], Forward]] = {
+LOCAL_FORWARDS: dict[str, Callable[[Any, nn.Module, Style, Boundary], Forward]] = {
     "rowwise": rowwise,
     "vocabulary": vocabulary,
     "moe_experts": moe_experts,
@@ -153,7 +153,7 @@ LOCAL_FORWARDS: dict[str, Callable[[Any, nn.Module, Style, TensorParallelAxis], 
 
 
 @contextmanager
-def _moved_parameters(module: nn.Module, style: Style, tp: TensorParallelAxis) -> Iterator[None]:
+def _moved_parameters(module: nn.Module, style: Style, tp: Boundary) -> Iterator[None]:
     if style.parameters is None:
         yield
         return

@@ -19,9 +19,10 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ndcompile.boundaries import TensorParallelAxis, install_boundaries
+from ndcompile.boundaries import Boundary, install_boundaries
 from ndcompile.call import Call
 from ndcompile.errors import CaptureError
+from ndcompile.expert_exchange import install_exchanges
 from ndcompile.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETER, GraphInput
 from ndcompile.mesh import StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
@@ -44,7 +45,8 @@ class Captured:
     """A captured graph.
 
     Placeholders carry `meta["input"]` (GraphInput); all nodes `meta["val"]` (fake tensor), `meta["differentiable"]` and
-    `meta["custom"]["module"]` (FQN of the module that made them).
+    `meta["custom"]["module"]` (FQN of the module that made them). counted: layers whose numbers of dropped tokens are
+    returned behind the model's outputs.
     """
 
     module: fx.GraphModule
@@ -52,6 +54,7 @@ class Captured:
     fake_mode: FakeTensorMode
     batch: Any
     sequence: Any
+    counted: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -73,9 +76,12 @@ class Shadow:
         self.plan, self.device = plan, mesh.device
         self.module = copy_without_weights(model)
         _forget_cache(self.module.config)
-        self.tp = TensorParallelAxis(mesh.axes["tp"]) if mesh.size("tp") > 1 else None
-        if self.tp is not None:
-            install_boundaries(self.module, plan, self.tp)
+        self.axes = {name: Boundary(axis) for name, axis in mesh.axes.items()}
+        self.dropped: dict[str, Tensor] = {}
+        if "tp" in self.axes:
+            install_boundaries(self.module, plan, self.axes["tp"])
+        if plan.experts:
+            install_exchanges(self.module, plan.experts, self.axes, self.dropped)
         self.modules = dict(self.module.named_modules())
 
     def follow(self, model: nn.Module) -> None:
@@ -105,15 +111,17 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
     """
     shadow.follow(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake_mode.allow_scalar_outputs = True  # the numbers of rows that ranks exchange are read from tensors
     batch, sequence = _sizes(fake_mode, call, dynamic)
     inputs, fakes = _fake_inputs(shadow, model, call, fake_mode, batch, sequence)
     specs: list[pytree.TreeSpec] = []
 
     def program(*flat: Tensor) -> list[Any]:
+        shadow.dropped.clear()
         output = _run(shadow, call, inputs, flat)
         leaves, spec = pytree.tree_flatten(output)
         specs.append(spec)
-        return leaves
+        return leaves + list(shadow.dropped.values())
 
     try:
         with ExitStack() as stack:
@@ -134,7 +142,7 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
         node.meta["input"], node.meta["val"] = spec, fake
     module.graph.eliminate_dead_code()
     mark_differentiable(module.graph)
-    return Captured(module, specs[-1], fake_mode, batch, sequence)
+    return Captured(module, specs[-1], fake_mode, batch, sequence, tuple(shadow.dropped))
 
 
 def mark_differentiable(graph: fx.Graph) -> None:
@@ -173,8 +181,7 @@ def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequenc
             owner, _, attribute = spec.name.rpartition(".")
             shadow.modules[owner]._buffers[attribute] = tensor
         elif spec.kind == COORDINATE:
-            assert shadow.tp is not None
-            shadow.tp.coordinate = tensor
+            shadow.axes[spec.name].coordinate = tensor
         elif spec.kind == ARGUMENT:
             arguments.append(tensor)
     return shadow.module(**call.with_tensors(arguments))
@@ -195,9 +202,10 @@ def _fake_inputs(
         for name, buffer in model.named_buffers():
             inputs.append(GraphInput(BUFFER, name))
             fakes.append(torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
-        if shadow.tp is not None:
-            inputs.append(GraphInput(COORDINATE, "tp"))
-            fakes.append(torch.empty((), dtype=torch.int64, device=device))
+        for axis in ("tp", "ep"):
+            if axis in shadow.axes:
+                inputs.append(GraphInput(COORDINATE, axis))
+                fakes.append(torch.empty((), dtype=torch.int64, device=device))
         for name, tensor in zip(call.tensor_names, call.tensors, strict=True):
             shape = call.symbolic_shape(tensor, batch, sequence)
             fake = torch.empty(shape, dtype=tensor.dtype, device=device if tensor.ndim else tensor.device)

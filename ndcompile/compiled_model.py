@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, Shadow, capture
-from ndcompile.errors import AgreementError, NdcompileError
+from ndcompile.errors import AgreementError, NdcompileError, RoutingError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.loader import LoadReport, Peers, Target, buffer_targets, load_into, materialize_buffers
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
@@ -75,7 +75,8 @@ class CompiledModel:
         self.shadow = Shadow(model, self.plan, mesh)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
-        self.tp_coordinate = torch.tensor(mesh.coordinate("tp"), device=mesh.device)
+        self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
+        self.dropped: dict[str, Tensor] = {}
         self.seed: int | None = None
         self.random_steps = self.checked_steps = self.loads = 0
         self.checks_every_input = False
@@ -118,12 +119,16 @@ class CompiledModel:
             self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
         inputs = self._inputs(program, call)
         with no_autocast():
-            outputs = self._run(program, inputs)
-        return pytree.tree_unflatten(list(outputs), program.captured.output_spec)
+            outputs = list(self._run(program, inputs))
+        counted = program.captured.counted
+        self.dropped = dict(zip(counted, outputs[len(outputs) - len(counted) :], strict=True))
+        return pytree.tree_unflatten(outputs[: len(outputs) - len(counted)], program.captured.output_spec)
 
     def _run(self, program: Program, inputs: list[Tensor]) -> Sequence[Tensor]:
         try:
             return program.run(*inputs)
+        except RoutingError as error:
+            self.agreement.give_up(f"rank {dist.get_rank()}: {error}", error)
         except RuntimeError as error:  # a lost connection, if a rank gave up
             if (reason := self.agreement.peer_gave_up()) is not None:
                 raise AgreementError(f"A rank left: {reason}") from error
@@ -201,7 +206,7 @@ class CompiledModel:
             elif spec.kind == BUFFER:
                 inputs.append(self._buffer(spec.name))
             elif spec.kind == COORDINATE:
-                inputs.append(self.tp_coordinate)
+                inputs.append(self.coordinates[spec.name])
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
             else:

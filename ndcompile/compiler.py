@@ -20,7 +20,7 @@ from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import MeshError, NdcompileError
 from ndcompile.loader import LoadReport
 from ndcompile.lower import BACKENDS
-from ndcompile.mesh import USER_AXES, config_sizes, init_mesh, mesh_sizes, storage_mesh
+from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.refusals import check_model, check_optimizers, check_options
@@ -37,19 +37,24 @@ def compile(
     backend: str = "inductor",
     dynamic: bool | None = None,
     disable_passes: Collection[str] = (),
+    expert_capacity: float | None = None,
 ) -> PreTrainedModel:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
     model: a transformers model, usually on the meta device. One with real weights is sliced in place.
-    mesh: axes named out of dp_replicate, fsdp, tp, in any order or subset; without names, 1-D, it means tp. None
-        builds it from the config with `init_mesh`.
-    distributed_config: plans to override (`tp_plan`, `fsdp_plan`), `fsdp_mixed_precision`. Defaults to
-        `model.config.distributed_config`. Sizes come from the mesh; a config that asks for others is an error.
+    mesh: axes named out of dp_replicate, fsdp, ep, tp, in any order or subset; without names, 1-D, it means tp. None
+        builds it from the config with `init_mesh`. ep holds the ranks that share experts and have different batches:
+        with it there are ep x tp expert shards, and data is parallel over dp_replicate x fsdp x ep.
+    distributed_config: plans to override (`tp_plan`, `ep_plan`, `fsdp_plan`), `ep_size` and `ep_implementation`,
+        `fsdp_mixed_precision`. Defaults to `model.config.distributed_config`. Sizes come from the mesh; a config that
+        asks for others is an error.
     checkpoint: folder of safetensors, or a Hub id, see `load`; each rank reads the bytes of its own slices.
     backend: "inductor", or "aot_eager" to run the same graph without inductor.
     dynamic: None captures the first sizes as they are, and with symbolic batch and sequence when they change; True
         starts symbolic; False captures every size anew.
     disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
+    expert_capacity: exchange tokens in fixed shapes: a rank sends every other at most this multiple of an even share
+        (tokens x top_k / ep) and drops the rest, see `dropped_tokens`; math.inf is the worst case, which drops nothing.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -65,9 +70,16 @@ def compile(
     check_options(config)
     weights = {} if checkpoint is not None else real_weights(model)
     mesh = _mesh(mesh, config)
-    plan = build_plan(copy_without_weights(model), mesh_sizes(mesh), config)
+    ep = config.ep_size or 1
+    plan = build_plan(
+        copy_without_weights(model),
+        mesh_sizes(mesh, ep),
+        config,
+        fixed_sizes=dynamic is False,
+        expert_capacity=expert_capacity,
+    )
     compiled = CompiledModel(
-        model, storage_mesh(mesh), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     compiled.bind()
@@ -126,6 +138,14 @@ def check_every_input(model: nn.Module, on: bool = True) -> None:
     compiled_model(model).checks_every_input = on
 
 
+def dropped_tokens(model: nn.Module) -> dict[str, int]:
+    """How many (token, expert) pairs of this rank's batch each MoE layer dropped at the last forward, by layer.
+
+    Empty unless the model was compiled with `expert_capacity`. Reading them waits for the device.
+    """
+    return {layer: int(count) for layer, count in compiled_model(model).dropped.items()}
+
+
 def set_agreement_timeout(model: nn.Module, timeout: timedelta) -> None:
     """How long a rank of `model` waits for the others when weights are loaded and graphs are captured (30 minutes).
 
@@ -166,8 +186,9 @@ def _mesh(mesh: DeviceMesh | None, config: DistributedConfig) -> DeviceMesh:
         return init_mesh(config)
     if not dist.is_initialized():
         raise MeshError("The mesh's process group is gone: torch.distributed is not initialized.")
-    sizes, asked = mesh_sizes(mesh), config_sizes(config)
-    if any(size > 1 for size in asked.values()) and asked != sizes:
+    asked = config_sizes(config)
+    sizes = mesh_sizes(mesh, asked["ep"])
+    if any(size > 1 for size in asked.values()) and asked != sizes and asked | {"ep": sizes["ep"]} != sizes:
         raise MeshError(
             f"The mesh has {_spell(sizes)}, but distributed_config asks for {_spell(asked)}. Make them agree, or leave "
             "the sizes out of distributed_config: they come from the mesh."
@@ -178,4 +199,4 @@ def _mesh(mesh: DeviceMesh | None, config: DistributedConfig) -> DeviceMesh:
 
 
 def _spell(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name}={sizes[name]}" for name in USER_AXES)
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())

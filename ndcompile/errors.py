@@ -27,3 +27,7 @@ class AgreementError(NdcompileError, RuntimeError):
 
 class UnsupportedError(NdcompileError, NotImplementedError):
     """A use of a compiled model that is refused by name."""
+
+
+class RoutingError(NdcompileError, RuntimeError):
+    """A router chose experts that do not exist, or ranks that exchange tokens in fixed shapes have different ones."""

@@ -3,11 +3,21 @@
 TP comes before FSDP: a parameter is first cut by tp, what is left by fsdp, left to right. So one all-gather over fsdp
 gives the TP-local weight, every shard is a rectangle, and stock optimizers, `clip_grad_norm_` and DCP take the
 parameters as they are.
+
+With expert parallelism fsdp is two axes, ep_rest x efsdp. The experts are cut by ep = tp x ep_rest and then by efsdp,
+dense parameters by tp and then by ep_rest x efsdp: both are left to right, so one mesh serves both. Sixteen ranks,
+fsdp=4, tp=4, ep=8:
+
+    dense    tp (4)                     fsdp (4)
+    mesh     tp (4)      ep_rest (2)    efsdp (2)
+    experts  ep (8)                     efsdp (2)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,27 +39,34 @@ from ndcompile.torch_private import (
     unregister_process_group,
 )
 
-AXES = ("dp_replicate", "tp", "fsdp")
-"""Storage order."""
-USER_AXES = ("dp_replicate", "fsdp", "tp")
-"""The order in which `init_mesh` numbers ranks, as transformers does: neighbours share a tp group."""
+USER_AXES = ("dp_replicate", "fsdp", "ep", "tp")
+"""Names of a user's mesh. `init_mesh` numbers ranks in this order, as transformers does: neighbours share a tp group.
+
+An axis "ep" holds the ranks of an expert group that have different batches: there are ep x tp expert shards."""
+FUSED = {"fsdp": ("ep_rest", "efsdp"), "ep": ("tp", "ep_rest")}
+"""Axes that are two axes of the storage mesh, the first one major."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the storage mesh. `group` is a name of its process group that is the same on every rank."""
+    """One axis, or two fused. `group` is a name of its process group that is the same on every rank.
+
+    by_rank: the group is in the order of global ranks instead of shards: the second of the two fused axes is major.
+    """
 
     name: str
     size: int
     coordinate: int
     group: str
+    by_rank: bool = False
 
 
 @dataclass(frozen=True)
 class StorageMesh:
     """Axes in storage order, size-1 axes left out of `device_mesh` but not of the questions one can ask.
 
-    name: the same on all ranks. counter: numbers the models compiled on this mesh, alike on all ranks.
+    name: the same on all ranks. axes: those of `device_mesh`, and the fused ones. counter: numbers the models compiled
+    on this mesh, alike on all ranks.
     """
 
     name: str
@@ -66,10 +83,6 @@ class StorageMesh:
         return self.axes[name].coordinate if name in self.axes else 0
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {name: self.size(name) for name in AXES}
-
-    @property
     def device(self) -> torch.device:
         """The device of this rank's parameters."""
         kind = self.device_mesh.device_type
@@ -79,7 +92,12 @@ class StorageMesh:
 
     @property
     def data_rank(self) -> int:
-        return self.coordinate("dp_replicate") * self.size("fsdp") + self.coordinate("fsdp")
+        """In the order of the user's mesh, where ep_rest is the minor part of fsdp."""
+        rank = self.coordinate("dp_replicate")
+        parts = ("efsdp", "ep_rest")
+        for name in parts if any(part in self.axes for part in parts) else ("fsdp",):
+            rank = rank * self.size(name) + self.coordinate(name)
+        return rank
 
     @property
     def data_world_size(self) -> int:
@@ -96,36 +114,37 @@ def init_mesh(distributed_config: DistributedConfig, device_type: str | None = N
 
     Starts a process group for a single process when none is running and the config asks for one rank.
 
-    Raises MeshError when the sizes do not multiply to the world size, or for pipeline or expert axes.
+    Raises MeshError when the sizes do not multiply to the world size, or for a pipeline axis.
     """
     sizes = config_sizes(distributed_config)
-    world = sizes["dp_replicate"] * sizes["fsdp"] * sizes["tp"]
+    names = ("dp_replicate", "fsdp", "tp")
+    world = math.prod(sizes[name] for name in names)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
         _start_process_group(world, device_type)
     if world != dist.get_world_size():
         raise MeshError(
-            f"distributed_config asks for {world} ranks ({_spell(sizes)}), but {dist.get_world_size()} are running. "
-            "Start as many processes, or change the sizes."
+            f"distributed_config asks for {world} ranks ({_spell(sizes, names)}), but {dist.get_world_size()} are "
+            "running. Start as many processes, or change the sizes."
         )
-    return init_device_mesh(device_type, tuple(sizes[a] for a in USER_AXES), mesh_dim_names=USER_AXES)
+    return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def config_sizes(config: DistributedConfig) -> dict[str, int]:
-    """Sizes of the axes that `config` asks for."""
+    """Sizes that `config` asks for: dp_replicate, fsdp, tp, and ep, the number of expert shards."""
     if (config.pp_size or 1) > 1:
         raise MeshError(f"pp_size={config.pp_size}: pipeline parallelism is not supported. Use tp_size and fsdp_size.")
-    if (config.ep_size or 1) > 1:
-        raise MeshError(
-            f"ep_size={config.ep_size}: expert parallelism is not supported yet. Use tp_size and fsdp_size."
-        )
-    return {"dp_replicate": config.dp_replicate_size or 1, "fsdp": config.fsdp_size or 1, "tp": config.tp_size or 1}
+    sizes = {"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size}
+    return {name: size or 1 for name, size in sizes.items()} | {"ep": config.ep_size or 1}
 
 
-def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Sizes of a user's mesh by axis name; a 1-D mesh without names is tp.
+def mesh_sizes(mesh: DeviceMesh, ep: int = 1) -> dict[str, int]:
+    """Sizes of a user's mesh: dp_replicate, fsdp (over an "ep" axis too), tp, and ep, the number of expert shards.
 
-    Raises MeshError for names that ndcompile does not know, and for a mesh that does not span the world.
+    A 1-D mesh without names is tp. `ep` is what the config asks for; a mesh with an "ep" axis says it by itself.
+
+    Raises MeshError for names that ndcompile does not know, for a mesh that does not span the world, and for an ep that
+    is no multiple of tp or does not divide fsdp x tp.
     """
     names = mesh.mesh_dim_names
     if names is None:
@@ -142,20 +161,45 @@ def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
             f"The mesh {dict(zip(names, mesh.shape, strict=True))} has {mesh.size()} ranks, but the world has "
             f"{dist.get_world_size()}. ndcompile needs a mesh that spans the world."
         )
-    return dict.fromkeys(USER_AXES, 1) | dict(zip(names, mesh.shape, strict=True))
+    axes = dict.fromkeys(USER_AXES, 1) | dict(zip(names, mesh.shape, strict=True))
+    sizes = {"dp_replicate": axes["dp_replicate"], "fsdp": axes["fsdp"] * axes["ep"], "tp": axes["tp"]}
+    if "ep" in names:
+        if ep not in (1, axes["ep"] * axes["tp"]):
+            raise MeshError(
+                f"The mesh has {axes['ep'] * axes['tp']} expert shards (ep={axes['ep']} x tp={axes['tp']}), but "
+                f"distributed_config asks for ep_size={ep}. Make them agree, or leave ep_size out."
+            )
+        ep = axes["ep"] * axes["tp"]
+    check_expert_size(sizes, ep)
+    return sizes | {"ep": ep}
 
 
-def storage_mesh(mesh: DeviceMesh) -> StorageMesh:
+def check_expert_size(sizes: Mapping[str, int], ep: int) -> None:
+    """Raises MeshError, with the legal sizes, for an ep that the mesh cannot have."""
+    fsdp, tp = sizes["fsdp"], sizes["tp"]
+    if ep > 1 and (ep % tp or (fsdp * tp) % ep):
+        legal = [tp * k for k in range(1, fsdp + 1) if fsdp % k == 0 and tp * k > 1]
+        raise MeshError(
+            f"ep={ep} must be a multiple of tp={tp} and divide fsdp x tp = {fsdp * tp}. Legal sizes on this mesh: "
+            f"{legal}."
+        )
+
+
+def storage_mesh(mesh: DeviceMesh, ep: int = 1) -> StorageMesh:
     """Permute the user's mesh by axis name into storage order and give every axis a process group of its own.
 
-    Collective on first use of a layout: every rank creates the same groups in the same order.
+    ep: number of expert shards. Collective on first use of a layout: every rank creates the same groups in the same
+    order.
     """
-    sizes = mesh_sizes(mesh)
+    sizes = mesh_sizes(mesh, ep)
     names = list(mesh.mesh_dim_names or ("tp",))
-    kept = [name for name in AXES if sizes[name] > 1] or ["fsdp"]
-    ranks = mesh.mesh.permute([names.index(n) for n in AXES if n in names])
-    ranks = ranks.reshape([sizes[name] for name in kept]).cpu()
-    return _mesh_of(ranks, tuple(kept), mesh.device_type)
+    ep, rest = sizes["ep"], max(sizes["ep"] // sizes["tp"], 1)
+    storage = {"dp_replicate": sizes["dp_replicate"], "tp": sizes["tp"]}
+    storage |= {"ep_rest": rest, "efsdp": sizes["fsdp"] // rest} if ep > 1 else {"fsdp": sizes["fsdp"]}
+    ranks = mesh.mesh.permute([names.index(name) for name in USER_AXES if name in names]).cpu()
+    ranks = ranks.reshape(sizes["dp_replicate"], sizes["fsdp"] // rest, rest, sizes["tp"]).permute(0, 3, 2, 1)
+    kept = {name: size for name, size in storage.items() if size > 1} or {"fsdp": 1}
+    return _mesh_of(ranks.reshape(list(kept.values())), tuple(kept), mesh.device_type, ep > 1)
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[object, StorageMesh]] = WeakKeyDictionary()
@@ -163,11 +207,11 @@ _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[object, StorageMesh]] = WeakK
 scarce; the entry goes away with the default process group."""
 
 
-def _mesh_of(ranks: torch.Tensor, names: tuple[str, ...], device_type: str) -> StorageMesh:
+def _mesh_of(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, experts: bool) -> StorageMesh:
     known = _meshes.setdefault(default_group(), {})
-    key = (tuple(ranks.flatten().tolist()), tuple(ranks.shape), names, device_type)
+    key = (tuple(ranks.flatten().tolist()), tuple(ranks.shape), names, device_type, experts)
     if key not in known:
-        known[key] = _create_mesh(ranks, names, device_type, f"nd{len(known)}")
+        known[key] = _create_mesh(ranks, names, device_type, f"nd{len(known)}", experts)
     return known[key]
 
 
@@ -179,9 +223,10 @@ def leave_groups(mesh: StorageMesh) -> None:
     for known in _meshes.values():
         for key in [key for key, other in known.items() if other is mesh]:
             del known[key]
-    groups = [resolve_process_group(axis.group) for axis in mesh.axes.values()]  # type: ignore[arg-type]
-    for axis in mesh.axes.values():
-        unregister_process_group(axis.group)  # type: ignore[arg-type]
+    names = {axis.group for axis in mesh.axes.values()}
+    groups = [resolve_process_group(name) for name in names]  # type: ignore[arg-type]
+    for name in names:
+        unregister_process_group(name)  # type: ignore[arg-type]
     getattr(mesh.device_mesh, "_pg_registry", {}).clear()
     while groups:
         group = groups.pop()
@@ -190,23 +235,47 @@ def leave_groups(mesh: StorageMesh) -> None:
         dist.destroy_process_group(group)
 
 
-def _create_mesh(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, prefix: str) -> StorageMesh:
-    rank = dist.get_rank()
-    coordinate = (ranks == rank).nonzero()[0].tolist()
+def _create_mesh(
+    ranks: torch.Tensor, names: tuple[str, ...], device_type: str, prefix: str, experts: bool
+) -> StorageMesh:
     groups, axes = [], {}
-    for dim, name in enumerate(names):
-        rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-        created = [_new_group(row, rank, name) for row in rows]  # every rank takes part in creating every group
-        group = next(g for g in created if g is not None)
-        alias = f"{prefix}.{name}"
-        register_process_group(alias, group)  # type: ignore[arg-type]
+    for name in names:
+        group, axes[name] = _create_axis(ranks, names, name, (name,), prefix)
         groups.append(group)
-        axes[name] = Axis(name, ranks.shape[dim], coordinate[dim], alias)
     device_mesh = DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0], device_type, mesh=ranks, mesh_dim_names=names
     )
     present = {name: axis for name, axis in axes.items() if axis.size > 1}
+    for fused, pair in FUSED.items() if experts else ():
+        parts = tuple(part for part in pair if part in present)
+        if len(parts) == 1:
+            present[fused] = dataclasses.replace(present[parts[0]], name=fused)
+        elif parts:
+            present[fused] = _create_axis(ranks, names, fused, parts, prefix)[1]
     return StorageMesh(prefix, device_mesh, MappingProxyType(present), dist.get_backend(groups[0]))
+
+
+def _create_axis(
+    ranks: torch.Tensor, names: tuple[str, ...], name: str, parts: tuple[str, ...], prefix: str
+) -> tuple[dist.ProcessGroup, Axis]:
+    """The axis over the dims `parts` of `ranks`, the first one major; every rank takes part in creating every group."""
+    rank = dist.get_rank()
+    dims = [names.index(part) for part in parts]
+    size = math.prod(ranks.shape[dim] for dim in dims)
+    rows = ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
+    by_rank = name == "ep" and not CAN_KEEP_RANK_ORDER and any(row != sorted(row) for row in rows)
+    created = [_new_group(_by_position(row, parts, ranks, names) if by_rank else row, rank, name) for row in rows]
+    coordinate = next(row.index(rank) for row in rows if rank in row)
+    group = next(g for g in created if g is not None)
+    alias = f"{prefix}.{name}"
+    register_process_group(alias, group)  # type: ignore[arg-type]
+    return group, Axis(name, size, coordinate, alias, by_rank)
+
+
+def _by_position(row: list[int], parts: tuple[str, ...], ranks: torch.Tensor, names: tuple[str, ...]) -> list[int]:
+    """A fused axis with its second part major: ascending where neighbours share a tp group."""
+    major, minor = (ranks.shape[names.index(part)] for part in parts)
+    return [row[first * minor + second] for second in range(minor) for first in range(major)]
 
 
 def _new_group(row: list[int], rank: int, axis: str) -> dist.ProcessGroup | None:
@@ -232,5 +301,5 @@ def _backend(device_type: str) -> str:
     return "nccl" if device_type == "cuda" else "gloo"
 
 
-def _spell(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in sizes.items())
+def _spell(sizes: Mapping[str, int], names: tuple[str, ...]) -> str:
+    return " x ".join(f"{name}={sizes[name]}" for name in names)

@@ -41,7 +41,7 @@ class Step:
 
     `size` is the number of ranks of `group`; `full` the size of the sharded dim over all ranks, which the last shards
     need not fill (shards are padded to equal size); `coordinate` this rank's index, a 0-dim tensor, so that no rank's
-    number is baked into the graph.
+    number is baked into the graph. `lengths`, where padding is not all at the end: what each rank's shard holds.
     """
 
     group: str
@@ -49,6 +49,7 @@ class Step:
     dim: int
     full: int
     coordinate: Tensor | None
+    lengths: tuple[int, ...] | None = None
 
 
 def all_reduce(x: Tensor, step: Step) -> Tensor:
@@ -56,9 +57,12 @@ def all_reduce(x: Tensor, step: Step) -> Tensor:
 
 
 def all_gather(x: Tensor, step: Step) -> Tensor:
-    """Concatenate the ranks' equal shards on `dim`; drop the padding behind `full`."""
+    """Concatenate the ranks' equal shards on `dim`, without their padding."""
     gathered = collectives.all_gather_into_tensor(x.contiguous(), step.size, step.group)
     gathered = collectives.wait_tensor(gathered)
+    if step.lengths is not None:
+        shards = zip(gathered.chunk(step.size, 0), step.lengths, strict=True)
+        return torch.cat([shard.narrow(step.dim, 0, length) for shard, length in shards], step.dim)
     if step.dim != 0:
         gathered = torch.cat(gathered.chunk(step.size, 0), step.dim)
     return gathered.narrow(step.dim, 0, step.full)
@@ -66,6 +70,9 @@ def all_gather(x: Tensor, step: Step) -> Tensor:
 
 def reduce_scatter(x: Tensor, step: Step, op: str = "sum") -> Tensor:
     """Sum over the ranks and keep this rank's shard of `dim`, padded to equal size."""
+    if step.lengths is not None:
+        shards = x.split(step.lengths, step.dim)
+        x = torch.cat([_pad_to(shard, step.dim, max(step.lengths)) for shard in shards], step.dim)
     x = _pad(x, step)
     if step.dim != 0:
         x = torch.cat(x.chunk(step.size, step.dim), 0)
@@ -91,6 +98,7 @@ REDISTRIBUTE: dict[tuple[str, str], tuple[Primitive, Primitive]] = {
     # (src, dst): (forward, backward)
     ("I", "R"): (identity, all_reduce),  # into colwise; a replicated parameter used on shards
     ("P", "I"): (all_reduce, identity),  # out of rowwise
+    ("P", "R"): (all_reduce, all_reduce),  # a sum over ranks that each rank goes on with by itself
     ("S", "I"): (all_gather, narrow),  # colwise output gathered
     ("S", "R"): (all_gather, reduce_scatter),  # sequence shards into colwise
     ("P", "S"): (reduce_scatter, all_gather),  # rowwise onto sequence shards
@@ -125,6 +133,19 @@ class _Unshard(torch.autograd.Function):
         return reduce_scatter(grad, step) / step.size, None, None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    """Exchange rows; backward is the exchange reversed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+        ctx.receive, ctx.send, ctx.group = receive, send, group
+        return _exchange_rows(x, receive, send, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _exchange_rows(grad, ctx.send, ctx.receive, ctx.group), None, None, None
+
+
 class _AverageGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: str, size: int, mean: str) -> Tensor:
@@ -143,21 +164,63 @@ def _redistribute(
 ) -> Tensor:
     sharded = src if src.startswith("S") else dst
     dim = shard_dim(sharded) % x.ndim if sharded.startswith("S") else 0
-    if full is None:  # even shards
+    if not sharded.startswith("S"):
+        full = 0  # of no dim
+    elif full is None:  # even shards
         full = x.shape[dim] * (size if src.startswith("S") else 1)
     move, back = REDISTRIBUTE[src[0], dst[0]]
     return _Redistribute.apply(x, Step(group, size, dim, full, coordinate), move, back)
 
 
-def _unshard(x: Tensor, group: str, size: int, dim: int, full: int, dtype: torch.dtype, mean: str) -> Tensor:
-    return _Unshard.apply(x, Step(group, size, dim, full, None), dtype, mean)
+def _unshard(
+    x: Tensor,
+    group: str,
+    size: int,
+    dim: int,
+    full: int,
+    dtype: torch.dtype,
+    mean: str,
+    lengths: list[int] | None = None,
+) -> Tensor:
+    return _Unshard.apply(x, Step(group, size, dim, full, None, tuple(lengths) if lengths else None), dtype, mean)
+
+
+def _divide_gradient(x: Tensor, divisor: int) -> Tensor:
+    return _DivideGradient.apply(x, divisor)
+
+
+class _DivideGradient(torch.autograd.Function):
+    """The sum over the ranks that send an expert their tokens becomes a mean."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad / ctx.divisor, None
+
+
+def _all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    for rows in (*receive, *send):  # sizes that come from tensors: what the shapes of the graph rest on
+        torch._check(rows >= 0)
+    return _AllToAll.apply(x, receive, send, group)
+
+
+def _exchange_rows(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), receive, send, group))
 
 
 def _pad(x: Tensor, step: Step) -> Tensor:
     padding = -x.shape[step.dim] % step.size
     if isinstance(padding, int) and padding == 0:
         return x
-    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - step.dim) + [0, padding])
+    return _pad_to(x, step.dim, x.shape[step.dim] + padding)
+
+
+def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
 
 
 _library = torch.library.Library("ndcompile", "DEF")
@@ -165,16 +228,24 @@ _library.define(
     "redistribute(Tensor x, str group, int size, str src, str dst, SymInt? full=None, Tensor? coordinate=None)"
     " -> Tensor"
 )
-_library.define("unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean) -> Tensor")
+_library.define(
+    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean, int[]? lengths=None)"
+    " -> Tensor"
+)
+_library.define("all_to_all(Tensor x, SymInt[] receive, SymInt[] send, str group) -> Tensor")
+_library.define("divide_gradient(Tensor x, int divisor) -> Tensor")
 _library.define("average_gradient(Tensor x, str group, int size, str mean) -> Tensor")
 _library.impl("redistribute", _redistribute, "CompositeImplicitAutograd")
 _library.impl("unshard", _unshard, "CompositeImplicitAutograd")
 _library.impl("average_gradient", _AverageGradient.apply, "CompositeImplicitAutograd")
+_library.impl("all_to_all", _all_to_all, "CompositeImplicitAutograd")
+_library.impl("divide_gradient", _divide_gradient, "CompositeImplicitAutograd")
 
 redistribute = torch.ops.ndcompile.redistribute.default
-
 unshard = torch.ops.ndcompile.unshard.default
 average_gradient = torch.ops.ndcompile.average_gradient.default
+all_to_all = torch.ops.ndcompile.all_to_all.default
+divide_gradient = torch.ops.ndcompile.divide_gradient.default
 
 
 def pair(node: fx.Node) -> tuple[str, str]:

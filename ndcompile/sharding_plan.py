@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.styles import STYLES
+from ndcompile.expert_plan import ExpertPlan, check_expert_styles, plan_experts
+from ndcompile.styles import EXPERT_STYLES, STYLES
 from ndcompile.torch_private import StridedShard
 
 KEEP, FREE = "keep_full_weight", "free_full_weight"
@@ -30,8 +31,10 @@ KEEP, FREE = "keep_full_weight", "free_full_weight"
 class ParameterPlan:
     """One stored tensor. Tied parameters are one ParameterPlan with `aliases`.
 
-    shape: global. tp, fsdp: placement on these axes; dp_replicate always replicates.
-    tp_size, fsdp_size: axis sizes. style: the TP style that placed it, `rule` the name that the style was given for.
+    shape: global. tp, fsdp: placement on these axes; dp_replicate always replicates. Of an expert's weight (`expert`)
+    they are the placements on ep and efsdp.
+    tp_size: size of tp (ep). fsdp_sizes: of fsdp (efsdp); two sizes where it is ep_rest x efsdp.
+    style: the TP or EP style that placed it.
     fsdp_style: whether backward gathers the weight again (`free_full_weight`) or keeps it.
     """
 
@@ -42,9 +45,10 @@ class ParameterPlan:
     tp: Placement
     fsdp: Placement
     tp_size: int
-    fsdp_size: int
+    fsdp_sizes: tuple[int, ...]
     style: str
     fsdp_style: str
+    expert: bool = False
 
     @cached_property
     def compute_shape(self) -> torch.Size:
@@ -54,12 +58,21 @@ class ParameterPlan:
     @cached_property
     def storage_shape(self) -> torch.Size:
         """Shape of the rank's buffer: `compute_shape` cut by fsdp, padded to the largest shard."""
-        return _cut(self.compute_shape, self.fsdp, self.fsdp_size)
+        shape = self.compute_shape
+        for size in self.fsdp_sizes:
+            shape = _cut(shape, self.fsdp, size)
+        return shape
 
     def placements(self, axes: tuple[str, ...]) -> tuple[Placement, ...]:
         """Placements in the order of a storage mesh's axes."""
-        by_axis = {"dp_replicate": Replicate(), "tp": self.tp, "fsdp": self.fsdp}
+        by_axis = {"dp_replicate": Replicate(), "tp": self.tp, "fsdp": self.fsdp, "efsdp": self.fsdp}
+        by_axis["ep_rest"] = self.tp if self.expert else self.fsdp
         return tuple(by_axis[axis] for axis in axes)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold parts or copies of this tensor and have different batches."""
+        return ("dp_replicate", "efsdp") if self.expert else ("dp_replicate", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -72,13 +85,14 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Axis sizes, parameters in the model's order, boundary modules. Prints as a table."""
+    """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table."""
 
     model: str
     sizes: Mapping[str, int]
     parameters: tuple[ParameterPlan, ...]
     modules: tuple[ModulePlan, ...]
     mixed_precision: bool = False
+    experts: tuple[ExpertPlan, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -95,25 +109,38 @@ class ShardingPlan:
         return plan_table(self)
 
 
-def build_plan(model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig) -> ShardingPlan:
-    """Resolve transformers' TP and FSDP plans for `model` on axes of `sizes`.
+def build_plan(
+    model: PreTrainedModel,
+    sizes: Mapping[str, int],
+    config: DistributedConfig,
+    *,
+    fixed_sizes: bool = False,
+    expert_capacity: float | None = None,
+) -> ShardingPlan:
+    """Resolve transformers' TP, EP and FSDP plans for `model` on axes of `sizes` (see `mesh.mesh_sizes`).
 
     Pass a copy of the model: transformers merges overrides into its `_tp_plan` and `_fsdp_plan`.
+    fixed_sizes: all ranks have the same number of tokens. expert_capacity: see `expert_plan.plan_experts`.
 
     Raises PlanError for a missing plan, unknown styles or keys, tied parameters with two placements, and sizes that tp
-    cannot divide.
+    or ep cannot divide.
     """
-    tp_styles, fsdp_styles = _resolve(model, sizes, config)
+    sizes = {"ep": 1, **sizes}
+    tp_styles, ep_styles, fsdp_styles = _resolve(model, sizes, config)
+    experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, fixed_sizes, expert_capacity)
     names = _parameter_names(model)
     parameters = tuple(
-        _plan_parameter(parameter, fqns, tp_styles, fsdp_styles, sizes) for parameter, fqns in names.values()
+        _plan_expert(parameter, fqns, fsdp_styles, sizes)
+        if ep_styles.get(fqns[0]) == "grouped_gemm"
+        else _plan_parameter(parameter, fqns, tp_styles, fsdp_styles, sizes)
+        for parameter, fqns in names.values()
     )
     modules = tuple(
         ModulePlan(fqn, tp_styles[fqn]) for fqn, _ in model.named_modules() if fqn in tp_styles and sizes["tp"] > 1
     )
     check_heads(model, tp_styles, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
-    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed)
+    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts)
 
 
 def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:
@@ -143,33 +170,39 @@ def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None
 
 def _resolve(
     model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig
-) -> tuple[dict[str, str], dict[str, str]]:
-    """transformers' plans with the config's overrides: FQN of a module or parameter -> style."""
-    name, tp = type(model).__name__, sizes["tp"]
-    if tp > 1 and not model.tp_plan and not (isinstance(config.tp_plan, dict) and config.tp_plan):
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """transformers' TP, EP and FSDP plans with the config's overrides: FQN of a module or parameter -> style."""
+    name, tp, ep = type(model).__name__, sizes["tp"], sizes["ep"]
+    if tp > 1 and not model.tp_plan and config.tp_plan != {} and not isinstance(config.tp_plan, dict):
         raise PlanError(
             f"{name} has no tensor-parallel plan, but tp={tp}. Pass a plan, DistributedConfig(tp_plan={{'layers.*...': "
             "'colwise', ...}), or use fsdp only."
         )
     if isinstance(config.tp_plan, dict) and (unknown := set(config.tp_plan.values()) - set(STYLES)):
         raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known styles: {sorted(STYLES)}.")
-    config = dataclasses.replace(
-        config,
-        tp_size=tp,
-        fsdp_size=sizes["fsdp"],
-        dp_replicate_size=sizes["dp_replicate"],
-        enable_expert_parallel=False,
-        ep_size=1,
-    )
+    if ep > 1 and not model.ep_plan and not config.ep_plan:
+        raise PlanError(
+            f"{name} has no expert-parallel plan, but ep={ep}. Legal: ep_size=1, or an ep_plan, "
+            "DistributedConfig(ep_plan={'layers.*.mlp.experts': 'ep_dispatch_experts', "
+            "'layers.*.mlp.experts.gate_up_proj': 'grouped_gemm', ...})."
+        )
+    config = dataclasses.replace(config, enable_expert_parallel=False)
+    # Set, not replaced: transformers refuses a tp_size without rules, which an empty tp_plan (experts only) asks for.
+    config.tp_size = 1 if config.tp_plan == {} else tp
+    config.ep_size, config.fsdp_size, config.dp_replicate_size = ep, sizes["fsdp"], sizes["dp_replicate"]
     try:
-        tp_styles, _, fsdp_styles = model._resolve_parallel_plans(config)
+        tp_styles, ep_styles, fsdp_styles = model._resolve_parallel_plans(config)
     except ValueError as error:
         raise PlanError(f"The plan of {name} cannot be resolved: {error}") from error
+    # Some ep plans have rules for dense layers. Their ranks must share a batch: those of tp do.
+    tp_styles |= {fqn: style for fqn, style in ep_styles.items() if style not in EXPERT_STYLES and tp > 1}
+    ep_styles = {fqn: style for fqn, style in ep_styles.items() if style in EXPERT_STYLES}
     if tp > 1 and config.tp_plan != {} and not tp_styles:
         raise PlanError(f"No rule of the tp_plan {model.tp_plan} matches a module or parameter of {name}.")
     if unknown := set(tp_styles.values()) - set(STYLES):
         raise PlanError(f"The tp_plan of {name} names unknown styles {sorted(unknown)}. Known: {sorted(STYLES)}.")
-    return tp_styles, fsdp_styles
+    check_expert_styles(model, ep_styles, ep)
+    return tp_styles, ep_styles, fsdp_styles
 
 
 def _parameter_names(model: nn.Module) -> dict[int, tuple[nn.Parameter, list[str]]]:
@@ -211,10 +244,39 @@ def _plan_parameter(
         tp=placement,
         fsdp=fsdp,
         tp_size=tp,
-        fsdp_size=sizes["fsdp"],
+        fsdp_sizes=_fsdp_sizes(sizes),
         style=styles[fqn],
         fsdp_style=fsdp_style,
     )
+
+
+def _plan_expert(
+    parameter: nn.Parameter, fqns: list[str], fsdp_styles: Mapping[str, str], sizes: Mapping[str, int]
+) -> ParameterPlan:
+    """Whole experts over ep; over efsdp the first dim that divides evenly, so that no rank's shard is empty."""
+    fqn, ep = fqns[0], sizes["ep"]
+    efsdp = sizes["fsdp"] * sizes["tp"] // ep
+    local = _cut(parameter.shape, Shard(0), ep)
+    dim = next((dim for dim, size in enumerate(local) if size % efsdp == 0), 0)
+    return ParameterPlan(
+        fqn=fqn,
+        aliases=tuple(fqns[1:]),
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        tp=Shard(0),
+        fsdp=Shard(dim) if efsdp > 1 else Replicate(),
+        tp_size=ep,
+        fsdp_sizes=(efsdp,),
+        style="grouped_gemm",
+        fsdp_style=_fsdp_style(fqn, fsdp_styles) or KEEP,
+        expert=True,
+    )
+
+
+def _fsdp_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """fsdp as the axes of the storage mesh that make it up."""
+    rest = max(sizes["ep"] // sizes["tp"], 1)
+    return tuple(size for size in (rest, sizes["fsdp"] // rest) if size > 1) or (1,)
 
 
 PADDED_STYLES = {style for style in STYLES if style.startswith(("colwise", "rowwise", "embedding"))}

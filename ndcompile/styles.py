@@ -92,3 +92,7 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": Style(leave=SUM, local="moe_experts"),
     "moe_identity_expert": Style(local="moe_identity"),
 }
+
+EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
+"""Styles of an ep_plan: whole experts on a rank (dim 0 of their weights over ep), and the module whose tokens are
+exchanged, see `expert_exchange`. transformers/distributed/expert_parallel.py"""

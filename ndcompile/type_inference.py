@@ -28,8 +28,13 @@ SHAPE_ONLY = {
 """Operators that read only the shape of their tensor, which is the same on all ranks."""
 
 
-def varying_over_tp(graph: fx.Graph, plan: ShardingPlan) -> set[fx.Node]:
-    """Nodes whose value differs between the ranks of a tp group.
+def moves_over(node: fx.Node, group: str) -> bool:
+    """Whether the node is a redistribution over `group`; to other axes' types it is an operator like any other."""
+    return node.target is redistribute and node.args[1] == group
+
+
+def varying_over_tp(graph: fx.Graph, plan: ShardingPlan, tp: str) -> set[fx.Node]:
+    """Nodes whose value differs between the ranks of a tp group. `tp` is the group's name.
 
     Shards and the rank's index vary; what is computed from them varies, until a redistribution makes it invariant.
     Sizes never vary: every rank computes in the same shapes.
@@ -40,7 +45,7 @@ def varying_over_tp(graph: fx.Graph, plan: ShardingPlan) -> set[fx.Node]:
     while True:
         known = len(written)
         for node in graph.nodes:
-            if _varies(node, varying, plan) or memory.get(node) in written:
+            if _varies(node, varying, plan, tp) or memory.get(node) in written:
                 varying.add(node)
                 if node in memory:
                     written.add(memory[node])
@@ -75,14 +80,14 @@ def _storage(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node], tp: str) -> tuple[set[fx.Node], list[fx.Node]]:
     """Differentiable nodes of type R, and the nodes that mix R with I: no one type fits their gradient."""
     replicated: set[fx.Node] = set()
     mixed = []
     for node in graph.nodes:
         inputs = [source for source in node.all_input_nodes if source.meta["differentiable"]]
         found = [source for source in inputs if source in replicated]
-        if node.target is redistribute:
+        if moves_over(node, tp):
             if node.args[4] == "R" and node not in varying:
                 replicated.add(node)
             if found and node.args[3] == "I":  # its backward gives an invariant gradient
@@ -94,7 +99,7 @@ def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node]) -> tuple[set[fx.N
     return replicated, mixed
 
 
-def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan) -> bool:
+def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan, tp: str) -> bool:
     if node.op == "placeholder":
         source = node.meta["input"]
         if source.kind == "parameter":
@@ -102,7 +107,7 @@ def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan) -> bool:
         return source.kind == "coordinate"
     if node.target in SHAPE_ONLY or not _holds_tensor(node):
         return False
-    if node.target is redistribute:
+    if moves_over(node, tp):
         src, dst = pair(node)
         return dst.startswith("S") or ((src, dst) == ("I", "R") and node.args[0] in varying)
     return any(source in varying for source in node.all_input_nodes)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ndcompile.errors import VerifyError
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
-from ndcompile.redistribute import average_gradient, redistribute, unshard
-from ndcompile.type_inference import replicated_over_tp, varying_over_tp
+from ndcompile.redistribute import all_to_all, average_gradient, divide_gradient, redistribute, unshard
+from ndcompile.type_inference import moves_over, replicated_over_tp, varying_over_tp
 
 
 def verify(graph: fx.Graph, context: PassContext, after: str) -> None:
     """Check the graph as the pass `after` left it; `after="pipeline"` checks the finished graph."""
     graph.lint()
     check_groups(graph, context)
-    if after == "pipeline" and context.axis("tp") is not None:
-        varying = varying_over_tp(graph, context.plan)
+    tp = context.axis("tp")
+    if after == "pipeline" and tp is not None:
+        varying = varying_over_tp(graph, context.plan, tp.group)
         check_outputs(graph, varying)
-        check_gradients(graph, varying)
+        check_gradients(graph, varying, tp.group)
     if after == "pipeline":
         check_parameters(graph, context)
+
+
+GRADIENT_NODES = (unshard, average_gradient, divide_gradient)
+"""What stands between a stored parameter and its uses."""
 
 
 def check_groups(graph: fx.Graph, context: PassContext) -> None:
@@ -29,6 +36,8 @@ def check_groups(graph: fx.Graph, context: PassContext) -> None:
     for node in graph.nodes:
         if node.target in (redistribute, unshard, average_gradient) and sizes.get(node.args[1]) != node.args[2]:
             raise VerifyError(f"{_where(node)} runs over {node.args[1]!r} of size {node.args[2]}; axes are {sizes}.")
+        if node.target is all_to_all and [sizes.get(node.args[3])] * 2 != [len(part) for part in node.args[1:3]]:
+            raise VerifyError(f"{_where(node)} has {len(node.args[1])} parts over {node.args[3]!r}; axes are {sizes}.")
 
 
 def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
@@ -42,16 +51,16 @@ def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
             )
 
 
-def check_gradients(graph: fx.Graph, varying: set[fx.Node]) -> None:
+def check_gradients(graph: fx.Graph, varying: set[fx.Node], tp: str) -> None:
     """No invariant value's gradient stays partial, and none is summed that is already whole."""
-    replicated, mixed = replicated_over_tp(graph, varying)
+    replicated, mixed = replicated_over_tp(graph, varying, tp)
     for node in graph.nodes:
-        for source in unreduced_inputs(node, varying, replicated):
+        for source in unreduced_inputs(node, varying, replicated, tp):
             raise VerifyError(
                 f"{_where(source)} is the same on all tp ranks but is used on shards by {_where(node)}: its gradient "
                 "would be partial. Keep the pass 'complete_boundaries' enabled."
             )
-        if node.target is redistribute and node.args[3] == "I" and node.args[0] in varying:
+        if moves_over(node, tp) and node.args[3] == "I" and node.args[0] in varying:
             raise VerifyError(
                 f"{_where(node)} takes a value that is the same on all tp ranks, but was given a shard or partial sum, "
                 f"{_where(node.args[0])}. Close the region before it with 'rowwise' or 'all_reduce' in tp_plan."
@@ -64,19 +73,31 @@ def check_gradients(graph: fx.Graph, varying: set[fx.Node]) -> None:
 
 
 def check_parameters(graph: fx.Graph, context: PassContext) -> None:
-    """Every trainable parameter that the data axes touch averages its gradient over each of them exactly once."""
-    data = {axis.group for name in ("dp_replicate", "fsdp") if (axis := context.axis(name)) is not None}
+    """Every trainable parameter averages its gradient over each of its data axes exactly once.
+
+    An expert's gradient is a sum over ep_rest, whose ranks sent it their tokens: it is divided once by their number.
+    """
+    rest = context.mesh.size("ep_rest")
     for placeholder in graph.find_nodes(op="placeholder"):
         if placeholder.meta["input"].kind != "parameter" or not placeholder.meta["differentiable"]:
             continue
-        node, averaged = placeholder, []
-        while node.users and len(node.users) == 1 and next(iter(node.users)).target in (unshard, average_gradient):
-            node = next(iter(node.users))
-            averaged.append(node.args[1])
-        if node.users and (len(averaged) != len(set(averaged)) or set(averaged) != data):
+        entry = context.plan.by_name[placeholder.meta["input"].name]
+        axes = {axis.group for name in entry.data_axes if (axis := context.axis(name)) is not None}
+        node = placeholder
+        averaged: list[Any] = []
+        divided: list[Any] = []
+        while len(node.users) == 1 and (user := next(iter(node.users))).target in GRADIENT_NODES:
+            node = user
+            (divided if node.target is divide_gradient else averaged).append(node.args[1])
+        if node.users and (len(averaged) != len(set(averaged)) or set(averaged) != axes):
             raise VerifyError(
-                f"The gradient of parameter {placeholder.meta['input'].name!r} is averaged over {averaged}, but the "
-                f"data axes are {sorted(data)}."
+                f"The gradient of parameter {entry.fqn!r} is averaged over {averaged}, but its data axes are "
+                f"{sorted(axes)}."
+            )
+        if node.users and divided != ([rest] if entry.expert and rest > 1 else []):
+            raise VerifyError(
+                f"The gradient of parameter {entry.fqn!r} is divided by {divided}, but it is a sum over "
+                f"{rest if entry.expert else 1} data ranks."
             )
 
 

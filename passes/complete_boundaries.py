@@ -24,7 +24,7 @@ from torch import fx
 
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import redistribute
-from ndcompile.type_inference import replicated_over_tp, varying_over_tp
+from ndcompile.type_inference import moves_over, replicated_over_tp, varying_over_tp
 
 _logger = logging.getLogger("ndcompile.passes")
 
@@ -47,11 +47,11 @@ def complete_boundaries(graph: fx.Graph, context: PassContext) -> None:
     axis = context.axis("tp")
     if axis is None:
         return
-    varying = varying_over_tp(graph, context.plan)
-    withdraw_mixed(graph, varying)
-    replicated, _ = replicated_over_tp(graph, varying)
+    varying = varying_over_tp(graph, context.plan, axis.group)
+    withdraw_mixed(graph, varying, axis.group)
+    replicated, _ = replicated_over_tp(graph, varying, axis.group)
     for node in list(graph.nodes):
-        for source in unreduced_inputs(node, varying, replicated):
+        for source in unreduced_inputs(node, varying, replicated, axis.group):
             source, user = _before_layout(source, node)
             with graph.inserting_before(user):
                 moved = graph.call_function(redistribute, (source, axis.group, axis.size, "I", "R"))
@@ -61,10 +61,11 @@ def complete_boundaries(graph: fx.Graph, context: PassContext) -> None:
             _logger.info("%s enters shards at %s without a rule of the tp_plan: its gradient is summed", source, node)
 
 
-def unreduced_inputs(node: fx.Node, varying: set[fx.Node], replicated: set[fx.Node]) -> list[fx.Node]:
-    """Differentiable invariant inputs of a node whose gradient is partial."""
-    enters = node.target is redistribute and node.args[3] == "I"
-    partial = node in varying if node.target is not redistribute else node.args[3] != "I"
+def unreduced_inputs(node: fx.Node, varying: set[fx.Node], replicated: set[fx.Node], tp: str) -> list[fx.Node]:
+    """Differentiable inputs, invariant over the group `tp`, of a node whose gradient is partial."""
+    moves = moves_over(node, tp)
+    enters = moves and node.args[3] == "I"
+    partial = node.args[3] != "I" if moves else node in varying
     if enters or not partial or not node.meta["differentiable"]:
         return []
     return [
@@ -74,11 +75,11 @@ def unreduced_inputs(node: fx.Node, varying: set[fx.Node], replicated: set[fx.No
     ]
 
 
-def withdraw_mixed(graph: fx.Graph, varying: set[fx.Node]) -> None:
+def withdraw_mixed(graph: fx.Graph, varying: set[fx.Node], tp: str) -> None:
     """Erase the I -> R nodes whose values meet invariant ones, until none does."""
     while True:
-        replicated, mixed = replicated_over_tp(graph, varying)
-        origins = {origin for node in mixed for origin in _origins(node, replicated)}
+        replicated, mixed = replicated_over_tp(graph, varying, tp)
+        origins = {origin for node in mixed for origin in _origins(node, replicated, tp)}
         if not origins:
             return
         for origin in origins:
@@ -86,12 +87,12 @@ def withdraw_mixed(graph: fx.Graph, varying: set[fx.Node]) -> None:
             graph.erase_node(origin)
 
 
-def _origins(node: fx.Node, replicated: set[fx.Node]) -> set[fx.Node]:
+def _origins(node: fx.Node, replicated: set[fx.Node], tp: str) -> set[fx.Node]:
     """The I -> R nodes that made the R inputs of a node."""
     origins, stack = set(), [source for source in node.all_input_nodes if source in replicated]
     while stack:
         found = stack.pop()
-        if found.target is not redistribute:
+        if not moves_over(found, tp):
             stack += [source for source in found.all_input_nodes if source in replicated]
         elif found.args[3] == "I":
             origins.add(found)

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 
 def seed_random_ops(graph: fx.Graph, context: PassContext) -> None:
     """Rewrite dropout and attention with dropout; refuse other random operators under tp."""
-    varying = varying_over_tp(graph, context.plan)
+    tp = context.axis("tp")
+    varying = varying_over_tp(graph, context.plan, tp.group) if tp is not None else set()
     for salt, node in enumerate(list(graph.nodes)):
         if node.target is aten.dropout.default:
             x, p, training = node.args
@@ -46,7 +47,7 @@ def seed_random_ops(graph: fx.Graph, context: PassContext) -> None:
             causal, scale = _argument(node, 5, "is_causal", False), node.kwargs.get("scale")
             seed = _seed(graph, node, varying, context)
             _replace(graph, node, attention_op, (query, key, value, mask, p, causal, scale, seed, salt))
-        elif context.axis("tp") is not None and _is_random(node):
+        elif tp is not None and _is_random(node):
             raise VerifyError(
                 f"{node.target} in {node.meta.get('custom', {}).get('module', '')!r} is random, and whether the ranks "
                 "of a tp group must draw alike is unknown. Known are dropout and attention dropout: use tp=1."

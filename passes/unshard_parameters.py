@@ -11,16 +11,22 @@ After (placeholder in storage shape; backward of unshard is a reduce-scatter, wi
     y = linear(x, full)
 
 A tied parameter is one placeholder, so it is gathered once and its gradient is reduced once. A parameter that fsdp
-cannot shard (a scalar) is stored whole and only averages its gradient.
+cannot shard (a scalar) is stored whole and only averages its gradient. Experts are gathered over efsdp; the ranks of
+ep_rest, which sent them their tokens, have added to their gradient already, and a division makes the sum a mean.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+
+import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from ndcompile.layout import local_shape
 from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import average_gradient, unshard
+from ndcompile.redistribute import average_gradient, divide_gradient, unshard
 from ndcompile.sharding_plan import ParameterPlan
 
 
@@ -52,20 +58,36 @@ def _unshard(graph: fx.Graph, placeholder: fx.Node, context: PassContext) -> Non
 def _chain(graph, node: fx.Node, entry: ParameterPlan, dtype, cast: bool, context: PassContext):
     """The nodes from the stored shard to the weight as the model uses it, each behind the one before."""
     trainable = node.meta["val"].requires_grad
-    replicated = ["dp_replicate"] if isinstance(entry.fsdp, Shard) else ["dp_replicate", "fsdp"]
-    for name in replicated:
+    sharded = isinstance(entry.fsdp, Shard)
+    rest = context.mesh.size("ep_rest") if entry.expert else 1
+    if trainable and rest > 1:
+        yield (node := _append(graph, node, divide_gradient, (rest,)))
+    for name in entry.data_axes[: 1 if sharded else 2]:
         if trainable and (axis := context.axis(name)) is not None:
-            node = _append(graph, node, average_gradient, (axis.group, axis.size, context.mean))
-            yield node
-    axis = context.axis("fsdp")
-    if isinstance(entry.fsdp, Shard) and axis is not None:
-        dim = entry.fsdp.dim
-        full = entry.compute_shape[dim]
-        yield _append(graph, node, unshard, (axis.group, axis.size, dim, full, dtype, context.mean))
+            yield (node := _append(graph, node, average_gradient, (axis.group, axis.size, context.mean)))
+    axis = context.axis(entry.data_axes[1])
+    if sharded and axis is not None:
+        yield _append(
+            graph, node, unshard, (axis.group, axis.size, *_gather(entry), dtype, context.mean, _lengths(entry))
+        )
     elif cast:
-        import torch
-
         yield _append(graph, node, torch.ops.aten.to.dtype, (dtype,))
+
+
+def _gather(entry: ParameterPlan) -> tuple[int, int]:
+    """The dim of the gather and its size."""
+    assert isinstance(entry.fsdp, Shard)
+    return entry.fsdp.dim, entry.compute_shape[entry.fsdp.dim]
+
+
+def _lengths(entry: ParameterPlan) -> list[int] | None:
+    """What each rank of two fused axes holds, where padding stands between the shards and not behind them."""
+    full = _gather(entry)[1]
+    if len(entry.fsdp_sizes) == 1 or full % math.prod(entry.fsdp_sizes) == 0:
+        return None
+    coordinates = itertools.product(*map(range, entry.fsdp_sizes))
+    placements = [Shard(0)] * len(entry.fsdp_sizes)
+    return [local_shape((full,), placements, entry.fsdp_sizes, coordinate)[0] for coordinate in coordinates]
 
 
 def _append(graph: fx.Graph, node: fx.Node, target, args: tuple) -> fx.Node:

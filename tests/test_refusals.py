@@ -70,7 +70,6 @@ def test_compiling_twice_is_refused(model):
         ({"fsdp_cpu_offload": True, "fsdp_size": 1}, UnsupportedError, "fsdp_cpu_offload=True is not supported yet"),
         ({"enable_sequence_parallel": True, "tp_size": 1}, UnsupportedError, "enable_sequence_parallel=True is not"),
         ({"pp_size": 2}, MeshError, "pp_size=2: pipeline parallelism is not supported"),
-        ({"ep_size": 2, "fsdp_size": 2}, MeshError, "ep_size=2: expert parallelism is not supported yet"),
     ],
 )  # fmt: skip
 def test_an_option_that_is_not_implemented_is_refused(option, error, sentence):

@@ -45,7 +45,7 @@ def _sums(graph: fx.Graph) -> list[tuple[str, str]]:
 def _completed(function, invariant=1, sharded=1):
     graph, context = _graph(function, invariant, sharded)
     complete_boundaries(graph, context)
-    check_gradients(graph, varying_over_tp(graph, context.plan))
+    check_gradients(graph, varying_over_tp(graph, context.plan, "tp"), "tp")
     return _sums(graph)
 
 
@@ -87,10 +87,10 @@ def test_sizes_and_fresh_tensors_are_not_differentiable():
 def test_a_shard_that_is_taken_for_an_invariant_value_is_refused():
     graph, context = _graph(lambda i, s: into(s) * s)
     with pytest.raises(VerifyError, match="was given a shard or partial sum, 's_1'"):
-        check_gradients(graph, varying_over_tp(graph, context.plan))
+        check_gradients(graph, varying_over_tp(graph, context.plan, "tp"), "tp")
 
 
 def test_a_partial_gradient_is_refused():
     graph, context = _graph(lambda i, s: i * s)
     with pytest.raises(VerifyError, match="'i_1' is the same on all tp ranks but is used on shards by 'mul'"):
-        check_gradients(graph, varying_over_tp(graph, context.plan))
+        check_gradients(graph, varying_over_tp(graph, context.plan, "tp"), "tp")
