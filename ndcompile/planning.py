@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.capture import copy_without_weights
+from ndcompile.errors import MeshError
 from ndcompile.loader.assignment import Assignment
 from ndcompile.loader.catalog import Entry, read_catalog
 from ndcompile.loader.layouts import MeshShape, storage_axes, targets_without_memory
@@ -19,6 +20,7 @@ from ndcompile.loader.proof import Proof, prove
 from ndcompile.loader.rank_reads import ReadPlan, rank_reads
 from ndcompile.loader.source import resolve_source
 from ndcompile.loader.synthetic import synthetic_catalog
+from ndcompile.mesh import check_expert_size
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 
 
@@ -85,4 +87,7 @@ def _build(
 ) -> ShardingPlan:
     config = DistributedConfig.from_dict(given) if isinstance(given, dict) else given or DistributedConfig()
     full = {"dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1, **sizes}
+    if unknown := full.keys() - {"dp_replicate", "fsdp", "tp", "ep"}:
+        raise MeshError(f"sizes has unknown axes {sorted(unknown)}. Use dp_replicate, fsdp, tp and ep.")
+    check_expert_size(full, full["ep"])
     return build_plan(copy_without_weights(model), full, config)

@@ -87,6 +87,29 @@ def test_verify_takes_a_config_without_weights(capsys):
     assert "bytes read by each rank" in out
 
 
+def test_verify_proves_expert_layouts(capsys):
+    assert main(["verify", str(ZOO / "qwen3_moe.json"), "--fsdp", "8", "--tp", "2", "--ep", "8"]) == 0
+    assert "tp=2 x ep_rest=4 x efsdp=2: 16 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("qwen3_moe", ["--fsdp", "4", "--ep", "3"], "ep=3 must be a multiple of tp=1 and divide"),
+        ("llama", ["--fsdp", "4", "--ep", "2"], "has no expert-parallel plan"),
+        ("llama", ["--tp", "3"], "tp=3 does not divide"),
+    ],
+)
+def test_verify_refuses_sizes_that_the_model_cannot_have(name, sizes, message, capsys):
+    assert main(["verify", str(ZOO / f"{name}.json"), *sizes]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_refuses_unknown_axes(folder):
+    with pytest.raises(ndcompile.MeshError, match=r"unknown axes \['pp'\]"):
+        ndcompile.read_plan(meta_model(), folder, {"pp": 2})
+
+
 def test_verify_lists_keys_from_which_nothing_is_read(tmp_path, capsys):
     tiny_model("llama").save_pretrained(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors | {"model.extra.weight": torch.zeros(3)})
