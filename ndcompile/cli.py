@@ -107,15 +107,17 @@ def _report(plan: LoadingPlan, proof: Proof, reads: ReadPlan, folder: Path | Non
         f"reads        {spell_bytes(min(totals))} to {spell_bytes(max(totals))} a rank, at most "
         f"{max(ratios, default=1.0):.2f} times its slices",
     ]
-    for names, meaning in [
+    notes = [
         (proof.unused, "keys of the checkpoint are not used"),
-        (proof.whole, "tensors are computed"),
-    ]:
+        (proof.dropped, "keys are used in part: their converter drops the rest"),
+        (proof.whole, "tensors are computed by their converter: only their slices are proven"),
+    ]
+    for names, meaning in notes:
         if names:
             lines.append(f"note: {len(names)} {meaning}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
     if proof.faults:
         return "\n".join([*lines, f"WRONG: {len(proof.faults)} faults", *(f"  {fault}" for fault in proof.faults)])
-    return "\n".join([*lines, "proven: every element is in one box, times replication; every byte is used once"])
+    return "\n".join([*lines, "proven: every element is in one box, times replication; no byte is used twice"])
 
 
 if __name__ == "__main__":

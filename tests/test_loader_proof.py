@@ -25,12 +25,13 @@ from ndcompile.loader import Target
 from ndcompile.loader.assignment import Assignment, Source
 from ndcompile.loader.catalog import read_catalog
 from ndcompile.loader.conversion import convert_group, trace_group
-from ndcompile.loader.coverage import Rectangle, Strided, find_fault, find_misuse
+from ndcompile.loader.coverage import Rectangle, Strided, count_uses, find_fault
 from ndcompile.loader.keys import ConversionGroup
 from ndcompile.loader.layouts import MeshShape, copies, storage_axes
 from ndcompile.loader.load import match
 from ndcompile.loader.proof import prove, rank_boxes
 from ndcompile.loader.reading import execute, plan_reads
+from ndcompile.loader.symbolic import symbol_of
 from ndcompile.torch_private import StridedShard
 
 CHECKPOINTS, LAYOUTS = 210, 5
@@ -158,7 +159,7 @@ def test_the_proof_accepts_random_plans_and_rejects_them_with_one_box_moved_by_o
                 pieces[at] = shift(pieces[at])
                 damaged = [*sources]
                 damaged[wrong] = dataclasses.replace(sources[wrong], pieces=pieces)
-                assert len(prove(Assignment(tuple(damaged), (), (), ()), catalog, mesh).faults) == 1
+                assert prove(Assignment(tuple(damaged), (), (), ()), catalog, mesh).faults
     assert cases >= 1000
 
 
@@ -184,12 +185,25 @@ def test_a_fault_says_which_elements_are_covered_how_often():
     assert find_fault((4, 4), [Rectangle((1, 0), (4, 4))]) == "[1:5, 0:4] lies outside of (4, 4)"
 
 
-def test_a_misuse_says_how_many_elements_are_used_how_often():
+def test_uses_of_a_block_are_counted_element_by_element():
     halves = [Strided((3,), 0, (2,)), Strided((3,), 1, (2,))]
-    assert find_misuse(6, halves) is None
-    assert find_misuse(8, halves) == "of its 8 elements 2 are used 0 times"
-    assert find_misuse(6, [*halves, Strided((2,), 4, (1,))]) == "of its 6 elements 2 are used 2 times"
-    assert find_misuse(6, [Strided((2, 3), 1, (3, 1))]) == "elements 1 to 6 of 6 are asked for"
+    assert count_uses(6, halves) == {1: 6}
+    assert count_uses(8, halves) == {0: 2, 1: 6}
+    assert count_uses(6, [*halves, Strided((2,), 4, (1,))]) == {1: 4, 2: 2}
+    with pytest.raises(ValueError, match="elements 1 to 6 of 6 are asked for"):
+        count_uses(6, [Strided((2, 3), 1, (3, 1))])
+
+
+def test_a_key_of_which_a_part_is_dropped_is_told(tmp_path, model):
+    save_file({"w.weight": torch.zeros(5, 2)}, tmp_path / "model.safetensors")
+    catalog = read_catalog(tmp_path)
+    rows = symbol_of(catalog["w.weight"])[:3]
+    target = target_at(torch.empty(3, 2), (Replicate(),), (1,), (0,))
+    proof = prove(
+        Assignment((Source(target, ("w.weight",), rows.pieces),), (), (), ()), catalog, MeshShape(("a",), (1,))
+    )
+    assert proof.faults == ()
+    assert proof.dropped == ("w.weight in model.safetensors (4 of 10 elements)",)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "qwen2"])
@@ -201,7 +215,7 @@ def test_the_plans_of_real_checkpoints_are_proven(tmp_path, model_type, mesh_sha
     meta = on_meta(model)
     assignment, _ = match(meta, targets_of(meta, mesh_shape, (0, 0)), catalog, tmp_path)
     proof = prove(assignment, catalog, MeshShape(("a", "b"), mesh_shape))
-    assert proof.faults == proof.unused == proof.whole == ()
+    assert proof.faults == proof.unused == proof.dropped == proof.whole == ()
     assert proof.bytes_used == sum(entry.nbytes for entry in catalog.values())
 
 

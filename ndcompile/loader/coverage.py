@@ -56,27 +56,27 @@ def find_fault(shape: Sequence[int], boxes: Iterable[Rectangle], times: int = 1)
     return f"{_spell(Rectangle(start, size))} is covered {int(counts[tuple(cell)])} times, not {times}"
 
 
-def find_misuse(elements: int, pieces: Iterable[Strided]) -> str | None:
-    """None if every one of the `elements` of a flat block is in exactly one of `pieces`, else what is wrong.
+def count_uses(elements: int, pieces: Iterable[Strided]) -> dict[int, int]:
+    """How many of the `elements` of a flat block are in how many of `pieces`: {times: elements}.
 
     Counted in units of the longest run that divides all pieces: a matrix that is read by rows is counted by rows.
+    Raises ValueError for a piece that asks for elements outside of the block.
     """
     plain = [_drop_unit_dims(piece) for piece in pieces if math.prod(piece.size)]
     unit = elements
     for piece in plain:
         last = piece.offset + sum(stride * (size - 1) for stride, size in zip(piece.strides, piece.size, strict=True))
         if piece.offset < 0 or last >= elements:
-            return f"elements {piece.offset} to {last} of {elements} are asked for"
+            raise ValueError(f"elements {piece.offset} to {last} of {elements} are asked for")
         run, outer = _runs(piece)
         unit = math.gcd(unit, run, piece.offset, *(stride for stride, _ in outer))
     if not elements:
-        return None
+        return {}
     counts = np.zeros(elements // unit, dtype=np.uint16)
     for piece in plain:
         np.add.at(counts, _units(piece, unit), 1)
     times, cells = np.unique(counts, return_counts=True)
-    wrong = [(int(n), int(count) * unit) for n, count in zip(times, cells, strict=True) if n != 1]
-    return f"of its {elements} elements {' and '.join(f'{c} are used {n} times' for n, c in wrong)}" if wrong else None
+    return {int(n): int(count) * unit for n, count in zip(times, cells, strict=True)}
 
 
 def _drop_unit_dims(piece: Strided) -> Strided:

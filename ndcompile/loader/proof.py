@@ -4,7 +4,7 @@ Three facts, each counted over all elements and none of them sampled:
 
     slices       the boxes of all ranks cover every global tensor, each element as often as it is replicated
     conversion   the pieces of every global tensor cover it once: each element comes from one place
-    sources      every byte of a checkpoint tensor that is used at all is used once
+    sources      every byte of a checkpoint tensor is used once, or dropped by a converter, which is told
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.loader.assignment import Assignment, Source
 from ndcompile.loader.catalog import Entry
-from ndcompile.loader.coverage import Rectangle, Strided, find_fault, find_misuse
+from ndcompile.loader.coverage import Rectangle, Strided, count_uses, find_fault
 from ndcompile.loader.headers import Block
 from ndcompile.loader.layouts import MeshShape, boxes_of, copies
 
@@ -27,8 +27,8 @@ from ndcompile.loader.layouts import MeshShape, boxes_of, copies
 class Proof:
     """What was counted, and `faults`, one line each; the plan is right if there are none.
 
-    `unused` are keys of the checkpoint from which nothing is read, `whole` the tensors whose converter computes: of
-    those only the slices are proven.
+    `unused` are keys of the checkpoint from which nothing is read, `dropped` those of which a converter drops a part,
+    `whole` the tensors whose converter computes: of those only the slices are proven.
     """
 
     tensors: int
@@ -38,6 +38,7 @@ class Proof:
     bytes_used: int
     faults: tuple[str, ...]
     unused: tuple[str, ...]
+    dropped: tuple[str, ...]
     whole: tuple[str, ...]
 
 
@@ -59,7 +60,8 @@ def prove(assignment: Assignment, catalog: Mapping[str, Entry], mesh: MeshShape)
         held = [Rectangle(piece.start, piece.size) for piece in source.pieces]
         if (fault := find_fault(source.target.shape, held)) is not None:
             faults.append(f"{source.target.fqn} is not made of {len(held)} pieces of the checkpoint: {fault}")
-    faults += _misused(assignment.sources)
+    misused, dropped = _uses(assignment.sources)
+    faults += misused
     used = {key for source in assignment.sources for key in source.keys}
     used |= {key for group in assignment.whole for key, _ in group.group.sources}
     return Proof(
@@ -70,6 +72,7 @@ def prove(assignment: Assignment, catalog: Mapping[str, Entry], mesh: MeshShape)
         bytes_used=sum(catalog[key].nbytes for key in used),
         faults=tuple(faults),
         unused=tuple(key for key in catalog if key not in used),
+        dropped=tuple(dropped),
         whole=tuple(name for name, _ in whole),
     )
 
@@ -83,16 +86,26 @@ def rank_boxes(shape: torch.Size, placements: tuple[Placement, ...], mesh: MeshS
     ]
 
 
-def _misused(sources: Iterable[Source]) -> list[str]:
-    """Blocks of which some bytes are not used exactly once."""
+def _uses(sources: Iterable[Source]) -> tuple[list[str], list[str]]:
+    """What is wrong with blocks of which elements are used more than once, and blocks of which some are not used."""
     uses: dict[Block, list[Strided]] = {}
     readers: dict[Block, Counter[str]] = {}
     for source in sources:
         for piece in source.pieces:
             uses.setdefault(piece.block, []).append(Strided(piece.size, piece.offset, piece.strides))
             readers.setdefault(piece.block, Counter())[source.target.fqn] += 1
-    faults = []
+    faults, dropped = [], []
     for block, pieces in uses.items():
-        if (fault := find_misuse(block.shape.numel(), pieces)) is not None:
-            faults.append(f"{block.key} in {block.file.name} becomes {', '.join(readers[block])}, but {fault}")
-    return faults
+        elements = block.shape.numel()
+        name = f"{block.key} in {block.file.name}"
+        try:
+            counts = count_uses(elements, pieces)
+        except ValueError as error:
+            faults.append(f"{name} becomes {', '.join(readers[block])}, but {error}")
+            continue
+        if often := {times: count for times, count in counts.items() if times > 1}:
+            told = " and ".join(f"{count} are used {times} times" for times, count in often.items())
+            faults.append(f"{name} becomes {', '.join(readers[block])}, but of its {elements} elements {told}")
+        if 0 in counts:
+            dropped.append(f"{name} ({counts[0]} of {elements} elements)")
+    return faults, dropped
