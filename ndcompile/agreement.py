@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ndcompile.errors import AgreementError
 from ndcompile.mesh import StorageMesh, leave_groups
-from ndcompile.redistribute import all_to_all, average_gradient, redistribute, unshard
+from ndcompile.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
 from ndcompile.torch_private import default_store
 
 T = TypeVar("T")
@@ -78,7 +78,8 @@ class Agreement:
         deadline, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
         failed = f"{exchange.partition('/')[0]}/failed"
         while not self._store.check(list(keys)):
-            if self._store.check([failed]):
+            # Again the keys: a rank that had them all may have failed since, for what all ranks will see.
+            if self._store.check([failed]) and not self._store.check(list(keys)):
                 raise AgreementError(f"Rank {self.rank} stops, as {self._store.get(failed).decode()}")
             if time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(keys) if not self._store.check([name])]
@@ -163,22 +164,22 @@ def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
 
     axes: group name -> axis name. Sizes of activations are left out: data ranks may have other batch sizes and lengths.
     """
-    lines = []
-    for node in graph.nodes:
-        if node.target not in (redistribute, unshard, average_gradient, all_to_all):
-            continue
-        value = node.meta["val"]
-        if node.target is all_to_all:
-            group, rest = node.args[3], []
-        else:
-            _, group, _, *rest = node.args
-        plain = [str(a) for a in rest if isinstance(a, str | int)]
-        sized = node.target in (unshard, average_gradient)
-        shape = tuple(value.shape) if sized else f"{value.ndim} dims"
-        module = node.meta.get("custom", {}).get("module", "")
-        name = node.target._opname
-        lines.append(f"{name} over {axes.get(group, group)} ({', '.join(plain)}) {value.dtype} {shape} in {module!r}")
-    return lines
+    return [_line_of(node, axes) for node in graph.nodes if node.target in DISTRIBUTED]
+
+
+DISTRIBUTED = (redistribute, unshard, average_gradient, all_to_all)
+
+
+def _line_of(node: fx.Node, axes: Mapping[str, str]) -> str:
+    value, module = node.meta["val"], node.meta.get("custom", {}).get("module", "")
+    group, details, shape = node.args[1], list(node.args[3:]), str(tuple(value.shape))
+    if node.target is redistribute:
+        details, shape = list(pair(node)), f"{value.ndim} dims"
+    elif node.target is all_to_all:
+        group, details, shape = node.args[3], [], f"{value.ndim} dims"
+    plain = ", ".join(str(detail) for detail in details if isinstance(detail, str | int))
+    name = node.target._opname  # type: ignore[union-attr]
+    return f"{name} over {axes.get(str(group), group)} ({plain}) {value.dtype} {shape} in {module!r}"
 
 
 def input_hashes(inputs: Mapping[str, Tensor]) -> dict[str, str]:

@@ -36,7 +36,7 @@ from ndcompile.torch_private import (
     make_fx,
     tracing,
 )
-from ndcompile.transformers_private import unpacked_positions
+from ndcompile.transformers_private import marked_auxiliary_loss, unpacked_positions
 from ndcompile.type_inference import SHAPE_ONLY, written_memory
 
 
@@ -129,6 +129,7 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
             stack.enter_context(fx_traceback.preserve_node_meta())
             stack.enter_context(_named_modules(shadow.module))
             stack.enter_context(compiling())
+            stack.enter_context(marked_auxiliary_loss(shadow.module))
             if "position_ids" not in call.names:
                 stack.enter_context(unpacked_positions())
             tracer = make_fx(

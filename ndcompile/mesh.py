@@ -202,17 +202,25 @@ def storage_mesh(mesh: DeviceMesh, ep: int = 1) -> StorageMesh:
     return _mesh_of(ranks.reshape(list(kept.values())), tuple(kept), mesh.device_type, ep > 1)
 
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[object, StorageMesh]] = WeakKeyDictionary()
-"""Storage meshes of a running world. A second model on the same mesh must reuse the groups, as communicators are
-scarce; the entry goes away with the default process group."""
+@dataclass(frozen=True)
+class World:
+    """Storage meshes of a running world. A second model on the same mesh must reuse the groups, as communicators are
+    scarce. A name is never used twice: the store remembers what was agreed under it."""
+
+    meshes: dict[object, StorageMesh] = field(default_factory=dict)
+    names: Iterator[int] = field(default_factory=itertools.count)
+
+
+_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+"""By default process group, with which the entry goes away."""
 
 
 def _mesh_of(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, experts: bool) -> StorageMesh:
-    known = _meshes.setdefault(default_group(), {})
+    world = _worlds.setdefault(default_group(), World())
     key = (tuple(ranks.flatten().tolist()), tuple(ranks.shape), names, device_type, experts)
-    if key not in known:
-        known[key] = _create_mesh(ranks, names, device_type, f"nd{len(known)}", experts)
-    return known[key]
+    if key not in world.meshes:
+        world.meshes[key] = _create_mesh(ranks, names, device_type, f"nd{next(world.names)}", experts)
+    return world.meshes[key]
 
 
 def leave_groups(mesh: StorageMesh) -> None:
@@ -220,9 +228,9 @@ def leave_groups(mesh: StorageMesh) -> None:
 
     The mesh and its models are of no use afterwards. gloo has no abort: it closes when nothing refers to the group.
     """
-    for known in _meshes.values():
-        for key in [key for key, other in known.items() if other is mesh]:
-            del known[key]
+    for world in _worlds.values():
+        for key in [key for key, other in world.meshes.items() if other is mesh]:
+            del world.meshes[key]
     names = {axis.group for axis in mesh.axes.values()}
     groups = [resolve_process_group(name) for name in names]  # type: ignore[arg-type]
     for name in names:

@@ -11,6 +11,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
+from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.verifier import verify
@@ -20,6 +21,7 @@ Pass = Callable[[fx.Graph, PassContext], None]
 PASSES: tuple[Pass, ...] = (
     complete_boundaries,
     merge_boundaries,
+    reduce_auxiliary_loss,
     seed_random_ops,
     checkpoint_layers,
     unshard_parameters,

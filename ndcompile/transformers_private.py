@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch.fx.traceback as fx_traceback
 import transformers.masking_utils as masking_utils
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping  # transformers 5.24
 from transformers.core_model_loading import (  # transformers 5.24
     WeightConverter,
@@ -15,6 +20,7 @@ from transformers.core_model_loading import (  # transformers 5.24
     revert_weight_conversion,
 )
 from transformers.initialization import guard_torch_init_functions  # transformers 5.24
+from transformers.modeling_utils import remove_tied_weights_from_state_dict  # transformers 5.24
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report  # transformers 5.24
 
 __all__ = [
@@ -25,10 +31,39 @@ __all__ = [
     "get_model_conversion_mapping",
     "guard_torch_init_functions",
     "log_state_dict_report",
+    "marked_auxiliary_loss",
+    "remove_tied_weights_from_state_dict",
     "rename_source_key",
     "revert_weight_conversion",
     "unpacked_positions",
 ]
+
+
+@contextmanager
+def marked_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """While active, nodes made by the router's auxiliary loss carry `auxiliary_loss` in `meta["custom"]`.
+
+    Every MoE model of transformers that has one calls a function of its modeling file, of this name. transformers 5.24.
+    """
+    name = "load_balancing_loss_func"
+    files = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}
+    originals = {file: vars(file)[name] for file in files if name in vars(file)}
+    for file, function in originals.items():
+        setattr(file, name, _marked(function))
+    try:
+        yield
+    finally:
+        for file, function in originals.items():
+            setattr(file, name, function)
+
+
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with fx_traceback.annotate({"auxiliary_loss": True}):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

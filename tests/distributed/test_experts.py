@@ -1,0 +1,227 @@
+"""Expert parallelism on architectures of transformers, against the model on one process."""
+
+import models
+import pytest
+import torch
+import workers
+from parity_case import Case, assert_parity, batch, compare_models
+from workers import Layout, full, gradient_errors, size
+
+import ndcompile
+
+FSDP4_EP4: Layout = (("ep", 4),)
+FSDP4_EP2: Layout = (("fsdp", 2), ("ep", 2))
+REPLICATE2_EP2: Layout = (("dp_replicate", 2), ("ep", 2))
+FSDP2_TP2_EP2: Layout = (("fsdp", 2), ("ep", 1), ("tp", 2))
+FSDP2_TP2_EP4: Layout = (("ep", 2), ("tp", 2))
+ALL_AXES: Layout = (("fsdp", 2), ("ep", 2), ("tp", 2))
+"""An axis "ep" of a user's mesh holds the ranks of an expert group with batches of their own: ep x tp expert shards."""
+
+# what is particular: olmoe and qwen3_moe norms; qwen2_moe, deepseek and glm4_moe shared experts; deepseek_v3 and
+# glm4_moe dense layers before the MoE ones, sigmoid and group-limited routing, a correction bias; gpt_oss biases and an
+# interleaved gate; ernie4_5_moe a correction bias
+CASES = [
+    ("qwen3_moe", FSDP4_EP4, 1),
+    ("mixtral", FSDP4_EP2, 1),
+    ("olmoe", REPLICATE2_EP2, 1),
+    ("qwen2_moe", FSDP2_TP2_EP4, 1),
+    ("deepseek_v2", FSDP2_TP2_EP2, 1),
+    ("deepseek_v3", FSDP2_TP2_EP4, 2),
+    ("glm4_moe", FSDP4_EP2, 2),
+    ("gpt_oss", FSDP2_TP2_EP4, 1),
+    ("ernie4_5_moe", FSDP4_EP4, 2),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "layers"), CASES)
+def test_one_training_step(world, checkpoint, model, layout, layers):
+    overrides = {"num_hidden_layers": layers}
+    case = Case(model, layout, padding=True, ragged=True, step=True, overrides=overrides)
+    assert_parity(world(size(layout)), case, checkpoint(model, **overrides))
+
+
+def test_eight_ranks_with_all_axes(world, checkpoint):
+    """Also uneven: 10 rows of a router over ep_rest=2 x efsdp=2 have padding between the shards."""
+    overrides = {"num_hidden_layers": 1, "num_experts": 12, "vocab_size": 130}
+    case = Case("olmoe", ALL_AXES, shape=(1, 7), step=True, overrides=overrides)
+    assert_parity(world(8), case, checkpoint("olmoe", **overrides))
+
+
+def test_one_training_step_through_inductor(world, checkpoint):
+    overrides = {"num_hidden_layers": 1}
+    case = Case("qwen3_moe", (("ep", 2),), padding=True, overrides=overrides, options={"backend": "inductor"})
+    assert_parity(world(2), case, checkpoint("qwen3_moe", **overrides))
+
+
+ONE = {"num_hidden_layers": 1}
+
+
+def _skewed(layout, experts):
+    """gpt_oss with a router that sends every token to the same `experts`."""
+    reference = models.build("gpt_oss", **ONE)
+    with torch.no_grad():
+        reference.model.layers[0].mlp.router.bias[list(experts)] += 100.0
+    model = models.build("gpt_oss", **ONE)
+    model.load_state_dict(reference.state_dict())
+    model = ndcompile.compile(model, workers.mesh(layout), backend="aot_eager")
+    return compare_models(model, reference, Case("gpt_oss", layout, overrides=ONE)).exceeding()
+
+
+@pytest.mark.parametrize("experts", [(0, 1), (0, 7), (6, 7)])
+def test_all_tokens_to_the_same_experts(ranks, experts):
+    assert ranks(_skewed, FSDP4_EP4, experts) == [{}] * 4
+
+
+def _auxiliary(layout, checkpoint):
+    """Loss and gradients with the router's auxiliary loss, against that of the full batch."""
+    overrides = ONE | {"router_aux_loss_coef": 0.5}
+    model = workers.compiled("qwen3_moe", layout, checkpoint, overrides)
+    world, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
+    case = Case("qwen3_moe", layout, shape=(2, 8), padding=True)
+    batches = [batch(case, r) for r in range(world)]
+    output = model(**batches[rank], output_router_logits=True)
+    output.loss.backward()
+    reference = models.build("qwen3_moe", **overrides)
+    own = [reference(**b, use_cache=False).loss for b in batches]
+    whole = {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    auxiliary = reference(**whole, output_router_logits=True, use_cache=False).aux_loss
+    (sum(own) / world + 0.5 * auxiliary).backward()
+    errors = gradient_errors(model, {name: p.grad for name, p in reference.named_parameters()})
+    return abs(output.aux_loss.item() - auxiliary.item()), max(errors.values())
+
+
+@pytest.mark.parametrize("layout", [REPLICATE2_EP2, FSDP2_TP2_EP4])
+def test_the_auxiliary_loss_is_that_of_the_global_batch(ranks, checkpoint, layout):
+    folder = checkpoint("qwen3_moe", **ONE, router_aux_loss_coef=0.5)
+    for difference, worst in ranks(_auxiliary, layout, folder):
+        assert difference < 1e-6
+        assert worst < workers.LIMIT
+
+
+def _train(layout, checkpoint, steps):
+    """Losses of every rank, and the norms of the gradient."""
+    model = workers.compiled("qwen3_moe", layout, checkpoint, ONE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    losses, norms = [], []
+    for step in range(steps):
+        ids = models.token_ids(2, 12, seed=10 * step + ndcompile.data_rank(model))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def _train_on_ep4_and_fsdp4(checkpoint):
+    return _train(FSDP4_EP4, checkpoint, 4), _train(workers.FSDP4, checkpoint, 4)
+
+
+def test_ep4_follows_fsdp4_for_four_steps(ranks, checkpoint):
+    """huggingface/transformers#45662: there the experts of all ranks became those of rank 0."""
+    for (losses, norms), (expected, expected_norms) in ranks(_train_on_ep4_and_fsdp4, checkpoint("qwen3_moe", **ONE)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert norms == pytest.approx(expected_norms, rel=1e-5), "the norm counts each shard once"
+
+
+def _experts_of(layout, checkpoint):
+    """Per expert parameter: (first global expert, values) of this rank."""
+    model = workers.compiled("qwen3_moe", layout, checkpoint, ONE)
+    mesh = ndcompile.compiler.compiled_model(model).mesh
+    return mesh.coordinate("ep"), {
+        name: p.to_local().detach() for name, p in model.named_parameters() if ".experts." in name
+    }
+
+
+def test_every_rank_holds_its_own_experts_of_the_file(ranks, checkpoint):
+    expected = dict(models.build("qwen3_moe", **ONE).named_parameters())
+    for coordinate, experts in ranks(_experts_of, FSDP4_EP4, checkpoint("qwen3_moe", **ONE)):
+        for name, values in experts.items():
+            assert torch.equal(values, expected[name][2 * coordinate : 2 * coordinate + 2].detach())
+
+
+def _under_zero3(checkpoint):
+    import os
+
+    flags = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    os.environ.update(flags)
+    try:
+        return _experts_of(FSDP4_EP4, checkpoint)[1]
+    finally:
+        for flag in flags:
+            del os.environ[flag]
+
+
+def test_the_environment_of_deepspeed_zero3_changes_nothing(ranks, checkpoint):
+    """huggingface/transformers#45548: there loading hung and skipped the conversion of keys."""
+    folder = checkpoint("qwen3_moe", **ONE)
+    for experts, (_, expected) in zip(ranks(_under_zero3, folder), ranks(_experts_of, FSDP4_EP4, folder), strict=True):
+        assert all(torch.equal(experts[name], expected[name]) for name in expected)
+
+
+def _recomputed(checkpoint):
+    model = workers.compiled("qwen3_moe", FSDP4_EP4, checkpoint, ONE)
+    ids = models.token_ids(2, 12, seed=ndcompile.data_rank(model))
+    results = []
+    for on in (False, True):
+        if on:
+            model.gradient_checkpointing_enable()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append((loss.item(), {name: full(p.grad).clone() for name, p in model.named_parameters()}))
+        model.zero_grad()
+    return results
+
+
+def test_recompute_gives_the_same_gradients(ranks, checkpoint):
+    for (loss, gradients), (loss_again, gradients_again) in ranks(_recomputed, checkpoint("qwen3_moe", **ONE)):
+        assert loss_again == loss
+        assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
+
+
+BAD_LAYOUTS = [
+    (
+        {"num_experts": 6},
+        {"ep_size": 4, "fsdp_size": 4},
+        "PlanError",
+        r"ep=4 does not divide the 6 experts of .*\[2, 3, 6\]",
+    ),
+    (
+        {},
+        {"ep_size": 4, "fsdp_size": 4, "ep_implementation": "all_reduce"},
+        "PlanError",
+        "needs a group that shares one",
+    ),
+    (
+        {},
+        {"ep_size": 4, "fsdp_size": 4, "ep_implementation": "magic"},
+        "PlanError",
+        "'magic' is not supported. Use one",
+    ),
+    ({}, {"ep_size": 3, "fsdp_size": 4}, "ValueError", "must divide"),
+]
+
+
+def _compile_with(overrides, config):
+    ndcompile.compile(models.on_meta("olmoe", **ONE, **overrides), distributed_config=config)
+
+
+@pytest.mark.parametrize(("overrides", "config", "kind", "message"), BAD_LAYOUTS)
+def test_a_layout_that_the_experts_cannot_have_is_refused(ranks, overrides, config, kind, message):
+    import re
+
+    for found, text in ranks.errors(_compile_with, overrides, config):
+        assert found == kind
+        assert re.search(message, text), text
+
+
+def _dense():
+    config = {"ep_size": 4, "fsdp_size": 4}
+    ndcompile.compile(models.on_meta("llama", **ONE), distributed_config=config)
+
+
+def test_a_model_without_an_ep_plan_is_refused(ranks):
+    for kind, message in ranks.errors(_dense):
+        assert kind == "PlanError"
+        assert "LlamaForCausalLM has no expert-parallel plan, but ep=4. Legal: ep_size=1" in message
