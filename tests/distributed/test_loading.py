@@ -1,7 +1,9 @@
 """Loading on real ranks: checksums, and checkpoints that torch.distributed.checkpoint wrote in shards."""
 
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import models
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from workers import FSDP2_TP2, FSDP4
 
 import ndcompile
+from ndcompile.loader import reading
 
 MOE = {"num_hidden_layers": 1}
 
@@ -73,3 +76,31 @@ def test_a_lost_shard_of_dcp_is_refused(ranks, checkpoint, tmp_path):
     sorted(tmp_path.glob("shard-*.safetensors"))[1].unlink()
     with pytest.raises(ndcompile.CheckpointError, match=r"the shards of key .* do not tile \(.*covered 0 times"):
         ndcompile.read_plan(models.on_meta("llama", **MOE), tmp_path, {"fsdp": 4})
+
+
+def _load_while_a_file_shrinks(folder):
+    """Rank 2's own copy of the checkpoint is cut while it reads it."""
+    if dist.get_rank() == 2:
+        original = reading._fills_directly
+
+        def cut(read):
+            reading._fills_directly = original
+            os.truncate(read.file, read.file.stat().st_size - 1000)
+            return original(read)
+
+        reading._fills_directly = cut
+    model = workers.compiled("llama", FSDP4, None, MOE)
+    start = time.monotonic()
+    with pytest.raises(ndcompile.NdcompileError) as error:
+        ndcompile.load(model, f"{folder}/{dist.get_rank()}")
+    return type(error.value).__name__, str(error.value), time.monotonic() - start
+
+
+def test_a_file_that_shrinks_on_one_rank_ends_the_load_on_all(ranks, checkpoint, tmp_path):
+    for rank in range(4):
+        shutil.copytree(checkpoint("llama", **MOE), tmp_path / str(rank))
+    for rank, (kind, message, seconds) in enumerate(ranks(_load_while_a_file_shrinks, str(tmp_path))):
+        assert kind == ("CheckpointError" if rank == 2 else "AgreementError")
+        assert re.search(r"2/model.safetensors (ends at byte|was changed)", message)
+        assert rank == 2 or "rank 2: CheckpointError" in message
+        assert seconds < 30
