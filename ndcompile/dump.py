@@ -20,14 +20,15 @@ _SHORT = {
 
 
 def dump(graph: fx.Graph, groups: Mapping[str, str]) -> str:
-    """Text of a captured graph. Inputs go by their own names (FQNs); `groups` maps process groups to axis names."""
+    """Text of a captured or lowered graph. Inputs of a captured one go by their own names (FQNs); `groups` maps process
+    groups to axis names."""
     lines = []
     for node in graph.nodes:
         if node.op == "output":
             lines.append(f"return {', '.join(map(_name, node.all_input_nodes))}")
             continue
         if node.op == "placeholder":
-            parts = [f"{_name(node)} = {node.meta['input'].kind}"]
+            parts = [f"{_name(node)} = {node.meta['input'].kind if 'input' in node.meta else 'input'}"]
         else:
             positional = [_text(value, groups) for value in node.args]
             named = [f"{key}={_text(value, groups)}" for key, value in node.kwargs.items()]
@@ -39,7 +40,7 @@ def dump(graph: fx.Graph, groups: Mapping[str, str]) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    return node.meta["input"].name.strip("[']") if node.op == "placeholder" else node.name
+    return node.meta["input"].name.strip("[']") if "input" in node.meta else node.name
 
 
 def _text(value: Any, groups: Mapping[str, str]) -> str:

@@ -33,6 +33,10 @@ def _(splits: Tensor, layer: str, experts: int) -> Tensor:
     return splits.new_empty(2, splits.shape[1])
 
 
+CHECKED_SPLITS = torch.ops.ndcompile.checked_splits.default
+"""The operator as it stands in a graph."""
+
+
 @torch.library.custom_op("ndcompile::require", mutates_args=())
 def require(x: Tensor, ok: Tensor, message: str) -> Tensor:
     """A copy of `x` where `ok`, a boolean scalar, holds. On the CPU RoutingError; on a GPU a device-side assertion, as

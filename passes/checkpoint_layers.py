@@ -9,10 +9,16 @@ work alike for every front end: only module names are needed.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.pass_context import PassContext
+from ndcompile.redistribute import all_to_all
+from ndcompile.routing_checks import CHECKED_SPLITS
+
+READ_BY_THE_HOST = {all_to_all, CHECKED_SPLITS, torch.ops.aten._local_scalar_dense.default}
+"""Numbers of rows that experts exchange: some integers, for which backward need not wait for the host again."""
 
 
 def checkpoint_layers(graph: fx.Graph, context: PassContext) -> None:
@@ -23,7 +29,8 @@ def checkpoint_layers(graph: fx.Graph, context: PassContext) -> None:
     for node in graph.nodes:
         number = _layer(node.meta.get("custom", {}).get("module", ""), layers)
         if node.op == "call_function" and number is not None and "unshard" not in node.meta["custom"]:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            keep = node.target in READ_BY_THE_HOST and not node.meta["differentiable"]
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = number
 
 

@@ -67,9 +67,9 @@ def _chain(graph, node: fx.Node, entry: ParameterPlan, dtype, cast: bool, contex
             yield (node := _append(graph, node, average_gradient, (axis.group, axis.size, context.mean)))
     axis = context.axis(entry.data_axes[1])
     if sharded and axis is not None:
-        yield _append(
-            graph, node, unshard, (axis.group, axis.size, *_gather(entry), dtype, context.mean, _lengths(entry))
-        )
+        lengths = _lengths(entry)
+        args = (axis.group, axis.size, *_gather(entry), dtype, context.mean)
+        yield _append(graph, node, unshard, args if lengths is None else (*args, lengths))
     elif cast:
         yield _append(graph, node, torch.ops.aten.to.dtype, (dtype,))
 
