@@ -78,7 +78,7 @@ class CompiledModel:
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
         self.dropped: dict[str, Tensor] = {}
         self.seed: int | None = None
-        self.random_steps = self.checked_steps = self.loads = 0
+        self.random_steps = self.checked_steps = self.loads = self.saves = 0
         self.checks_every_input = False
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
@@ -93,6 +93,7 @@ class CompiledModel:
 
     def load(self, source: str | os.PathLike[str], *, strict: bool = True, verify: str | None = None) -> LoadReport:
         """Read this rank's slices and the buffers; see `ndcompile.load`."""
+        self.store.half_loaded = True
         self.store.materialize()
         materialize_buffers(self.model, self.mesh.device)
         targets = [
@@ -108,6 +109,7 @@ class CompiledModel:
                 self.shadow.module, targets, source, progress=dist.get_rank() == 0, strict=strict, verify=peers
             )
         self.agreement.exchange(f"{name}/done", True)
+        self.store.half_loaded = False
         return report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,11 @@ class ParameterStore:
     """All stored parameters of a compiled model, in the plan's order."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
-        """Replace the model's parameters by DTensors on the meta device; `materialize` gives them memory."""
+        """Replace the model's parameters by DTensors on the meta device; `materialize` gives them memory.
+
+        `half_loaded` says that a load began and did not end: then the values are of no use.
+        """
+        self.half_loaded = False
         self.mesh = mesh
         modules = dict(model.named_modules())
         self.tree = [
@@ -83,7 +87,7 @@ class ParameterStore:
         return not any(slot.local.is_meta for slot in self.slots)
 
     def materialize(self) -> None:
-        """Give every parameter memory, zeroed, keeping the identity of every Parameter object."""
+        """Give every parameter memory, zeroed where there is padding, keeping the identity of every Parameter object."""
         for slot in self.slots:
             self.materialize_slot(slot)
 
@@ -91,7 +95,9 @@ class ParameterStore:
         """`materialize` for one parameter."""
         if not slot.local.is_meta:
             return
-        buffer = torch.zeros(slot.entry.storage_shape, dtype=slot.local.dtype, device=self.mesh.device)
+        padded = slot.local.shape != slot.entry.storage_shape
+        create = torch.zeros if padded else torch.empty  # a pass over memory that is read into right after
+        buffer = create(slot.entry.storage_shape, dtype=slot.local.dtype, device=self.mesh.device)
         local = self._without_padding(slot.entry, buffer)
         replacement = nn.Parameter(self._wrap(slot.entry, local), requires_grad=slot.parameter.requires_grad)
         torch.utils.swap_tensors(slot.parameter, replacement)
@@ -102,6 +108,8 @@ class ParameterStore:
 
         Raises NdcompileError when nothing was loaded yet, and UnsupportedError when a parameter was replaced.
         """
+        if self.half_loaded:
+            raise NdcompileError("The last ndcompile.load failed, so the parameters hold nothing useful. Load again.")
         for fqn, parent, name, module in self.tree:
             if parent._modules.get(name) is not module:
                 self._refuse_replaced("Module", fqn, parent._modules.get(name))

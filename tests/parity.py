@@ -5,6 +5,7 @@ Needs tests/distributed in PYTHONPATH.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import torch
 import transformers
 from parity_case import Case, compare
 from pool import Pool, RankError, RankTimeout
-from workers import EXACT_LIMIT, LAYOUTS, LIMIT, REPLICATE2_TP2, TP2, TP2_FSDP2, size
+from workers import EXACT_LIMIT, LAYOUTS, LIMIT, REPLICATE2_TP2, TP2, TP2_FSDP2, Layout, size
 
 OUTPUT = Path(__file__).parent.parent / "PARITY.md"
 MODELS = ("llama", "qwen3", "qwen2", "gemma2", "phi3", "gpt_neox", "glm4", "mixtral", "deepseek_v2")
@@ -115,10 +116,61 @@ def inductor(run: Runner) -> list[str]:
     return lines
 
 
+EXPERT_MODELS = {
+    "qwen3_moe": 2, "mixtral": 2, "olmoe": 2, "qwen2_moe": 2, "deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2,
+    "gpt_oss": 2, "ernie4_5_moe": 2,
+}  # fmt: skip
+"""Model -> layers. The second layer is the first with experts in deepseek_v3, glm4_moe and ernie4_5_moe."""
+EXPERT_LAYOUTS: dict[str, Layout] = {
+    "fsdp4 ep4": (("ep", 4),),
+    "fsdp4 ep2": (("fsdp", 2), ("ep", 2)),
+    "fsdp2 tp2 ep2": (("fsdp", 2), ("ep", 1), ("tp", 2)),
+    "fsdp2 tp2 ep4": (("ep", 2), ("tp", 2)),
+    "replicate2 fsdp2 ep2": (("dp_replicate", 2), ("ep", 2)),
+    "fsdp4 tp2 ep4": (("fsdp", 2), ("ep", 2), ("tp", 2)),
+}
+"""An axis "ep" of the mesh holds the ranks of an expert group with batches of their own: ep x tp expert shards."""
+GATHER = {"distributed_config": {"ep_implementation": "all_gather"}}
+OTHER_EXCHANGES = {
+    "qwen3_moe fsdp2 tp2 ep4, all_gather": (
+        "fsdp2 tp2 ep4",
+        {"distributed_config": {"ep_implementation": "all_gather"}},
+    ),
+    "qwen3_moe fsdp4 ep4, all_gather": ("fsdp4 ep4", GATHER),
+    "qwen3_moe fsdp2 tp2 ep2, all_to_all": (
+        "fsdp2 tp2 ep2",
+        {"distributed_config": {"ep_implementation": "all_to_all"}},
+    ),
+    "qwen3_moe fsdp2 tp2 ep4, capacity=inf": ("fsdp2 tp2 ep4", {"expert_capacity": math.inf}),
+    "qwen3_moe fsdp2 tp2 ep2, experts only": ("fsdp2 tp2 ep2", {"distributed_config": {"tp_plan": {}}}),
+    "qwen3_moe fsdp4 ep4, symbolic sizes": ("fsdp4 ep4", {"dynamic": True}),
+    "qwen3_moe fsdp2 tp2 ep4, inductor": ("fsdp2 tp2 ep4", {"backend": "inductor"}),
+    "qwen3_moe fsdp4 ep2, inductor": ("fsdp4 ep2", {"backend": "inductor"}),
+}
+
+
+def experts(run: Runner) -> list[str]:
+    """Every MoE architecture on every layout, with padding and another length on every data rank."""
+    lines = ["| model | " + " | ".join(EXPERT_LAYOUTS) + " |", "|---" * (len(EXPERT_LAYOUTS) + 1) + "|"]
+    for name, layers in EXPERT_MODELS.items():
+        cells = []
+        for title, layout in EXPERT_LAYOUTS.items():
+            overrides = {"num_hidden_layers": layers}
+            case = Case(name, layout, padding=True, ragged=True, step=True, overrides=overrides)
+            cells.append(run(f"{name} {title}", [case]))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| case | largest error |", "|---|---|"]
+    for title, (layout, options) in OTHER_EXCHANGES.items():
+        case = Case("qwen3_moe", EXPERT_LAYOUTS[layout], overrides={"num_hidden_layers": 2}, options=options)
+        lines.append(f"| {title} | {run(title, [case])} |")
+    return lines
+
+
 PARTS: dict[str, Callable[[Runner], list[str]]] = {
     "Architectures and layouts": matrix,
     "Single cases": single,
     "Through inductor, fsdp2_tp2": inductor,
+    "Expert parallelism": experts,
 }
 
 INTRODUCTION = f"""# Parity with the single-process model
@@ -135,19 +187,28 @@ padding, untied with left and right padding masks.
 """
 
 
-def main() -> int:
+def main(wanted: list[str]) -> int:
+    """Run the `wanted` parts, or all; the sections of the others stay as they are."""
+    if unknown := set(wanted) - PARTS.keys():
+        sys.exit(f"no such part: {sorted(unknown)}. Parts: {list(PARTS)}")
+    kept = dict(section.split("\n\n", 1) for section in OUTPUT.read_text().split("\n## ")[1:]) if wanted else {}
+    sections = []
     with tempfile.TemporaryDirectory() as folder:
         run = Runner(Path(folder))
         try:
-            sections = [f"## {title}\n\n" + "\n".join(part(run)) for title, part in PARTS.items()]
+            for title, part in PARTS.items():
+                if not wanted or title in wanted:
+                    kept[title] = "\n".join(part(run))
+                if title in kept:
+                    sections.append(f"## {title}\n\n{kept[title].strip()}\n")
         finally:
             for pool in run.pools.values():
                 pool.stop()
-    OUTPUT.write_text("\n".join([INTRODUCTION, "\n\n".join(sections), ""]))
+    OUTPUT.write_text("\n".join([INTRODUCTION, *sections]))
     for failure in run.failures:
         print(failure, file=sys.stderr)
     return 1 if run.failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,9 +12,9 @@ from ndcompile.sharding_plan import build_plan
 from ndcompile.torch_private import StridedShard
 
 
-def _plan(model, tp=1, fsdp=1, dp_replicate=1, **config):
-    sizes = {"dp_replicate": dp_replicate, "tp": tp, "fsdp": fsdp}
-    return build_plan(model, sizes, DistributedConfig(**config))
+def _plan(model, tp=1, fsdp=1, dp_replicate=1, ep=1, options=None, **config):
+    sizes = {"dp_replicate": dp_replicate, "tp": tp, "fsdp": fsdp, "ep": ep}
+    return build_plan(model, sizes, DistributedConfig(**config), **(options or {}))
 
 
 def _unit_plan(unit, width=20, tp=2, fsdp=1, plan=None):
@@ -154,3 +154,70 @@ def test_a_model_without_a_plan():
     assert "UnitModel has no tensor-parallel plan, but tp=2" in message
     assert "DistributedConfig(tp_plan={" in message
     assert "use fsdp only" in message
+
+
+def _experts(fsdp, tp, ep, overrides=None, **kwargs):
+    return _plan(models.on_meta("olmoe", **(overrides or {})), tp, fsdp, ep=ep, **kwargs)
+
+
+def test_experts_are_cut_by_ep_and_then_by_efsdp():
+    """8 experts, fsdp=4 x tp=2 and ep=4: ep_rest=2, efsdp=2."""
+    plan = _experts(fsdp=4, tp=2, ep=4).by_name
+    experts, dense = plan["model.layers.0.mlp.experts.down_proj"], plan["model.layers.0.self_attn.q_proj.weight"]
+    axes = ("dp_replicate", "tp", "ep_rest", "efsdp")
+    assert experts.placements(axes) == (Replicate(), Shard(0), Shard(0), Shard(0))
+    assert (experts.compute_shape[0], experts.storage_shape[0]) == (2, 1)
+    assert dense.placements(axes) == (Replicate(), Shard(0), Shard(0), Shard(0))
+    assert (dense.compute_shape[0], dense.storage_shape[0]) == (32, 8)
+
+
+def test_experts_that_efsdp_does_not_divide_are_cut_inside():
+    """8 experts over ep=4 leave 2 a rank, which 4 ranks of efsdp share by rows: none of them is left without."""
+    experts = _experts(fsdp=16, tp=1, ep=4).by_name["model.layers.0.mlp.experts.down_proj"]
+    assert experts.fsdp == Shard(1)
+    assert experts.storage_shape == (2, experts.shape[1] // 4, experts.shape[2])
+
+
+def test_padding_between_nested_shards_is_counted():
+    """10 rows over ep_rest=2 x efsdp=2 are 3, 2, 3, 2: every rank's buffer has 3."""
+    plan = _plan(models.on_meta("olmoe", vocab_size=10), fsdp=4, ep=2)
+    assert plan.by_name["lm_head.weight"].storage_shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "ep", "options", "exchange", "reason"),
+    [
+        (4, 1, 4, {}, "all_to_all", "a token meets top_k=2 of ep=4 ranks"),
+        (2, 1, 2, {}, "all_to_all", "ranks may have different numbers of tokens"),
+        (2, 1, 2, {"fixed_sizes": True}, "all_gather", "dynamic=False, and ep=2 <= top_k=2"),
+        (1, 2, 2, {}, "all_reduce", "one batch on all ranks, and ep=2 <= top_k=2"),
+        (1, 4, 4, {}, "all_to_all", "a token meets top_k=2 of ep=4 ranks"),
+        (4, 1, 4, {"expert_capacity": 1.5}, "capacity", "asked for"),
+    ],
+)
+def test_auto_chooses_the_exchange_and_says_why(fsdp, tp, ep, options, exchange, reason):
+    plan = _experts(fsdp, tp, ep, options=options)
+    assert {experts.exchange for experts in plan.experts} == {exchange}
+    assert reason in plan.experts[0].reason
+    assert f": {exchange}" in str(plan)
+    assert len(plan.experts) == 3
+
+
+def test_the_deprecated_flag_means_experts_only():
+    """enable_expert_parallel=True is ep_size=tp_size with an empty tp_plan."""
+    with pytest.warns(FutureWarning, match="enable_expert_parallel"):
+        plan = _experts(fsdp=1, tp=2, ep=2, enable_expert_parallel=True, tp_size=2)
+    assert plan.by_name["model.layers.0.self_attn.q_proj.weight"].tp == Replicate()
+    assert plan.by_name["model.layers.0.mlp.experts.down_proj"].tp == Shard(0)
+
+
+def test_an_ep_plan_override_can_leave_out_a_layer():
+    rules = {f"model.layers.1.mlp.experts{name}": "replicate" for name in ("", ".gate_up_proj", ".down_proj")}
+    with pytest.raises(PlanError, match="match nothing"):  # transformers' plans speak of all layers
+        _experts(fsdp=2, tp=1, ep=2, ep_plan=rules)
+
+
+def test_experts_whose_weights_stay_whole_are_refused():
+    rules = {"model.layers.*.mlp.experts.down_proj": "replicate"}
+    with pytest.raises(PlanError, match=r"'model.layers.0.mlp.experts.down_proj'\] must be 'grouped_gemm' too"):
+        _experts(fsdp=2, tp=1, ep=2, ep_plan=rules)

@@ -104,3 +104,18 @@ def test_a_file_that_shrinks_on_one_rank_ends_the_load_on_all(ranks, checkpoint,
         assert re.search(r"2/model.safetensors (ends at byte|was changed)", message)
         assert rank == 2 or "rank 2: CheckpointError" in message
         assert seconds < 30
+
+
+def _forward_after_a_failed_load(folder, empty):
+    model = workers.compiled("mixtral", FSDP4, folder, MOE)
+    with pytest.raises(ndcompile.CheckpointError):
+        ndcompile.load(model, empty)
+    ids = models.token_ids(1, 8)
+    with pytest.raises(ndcompile.NdcompileError, match=r"The last ndcompile.load failed.*Load again"):
+        model(input_ids=ids)
+    ndcompile.load(model, folder)
+    return model(input_ids=ids).logits.isfinite().all().item()
+
+
+def test_a_model_whose_load_failed_does_not_run_until_it_is_loaded_again(ranks, checkpoint, tmp_path):
+    assert ranks(_forward_after_a_failed_load, checkpoint("mixtral", **MOE), str(tmp_path)) == [True] * 4
