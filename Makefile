@@ -3,6 +3,7 @@
 #   make demo     fine-tune SmolLM2-135M on fsdp=2 x tp=3 with 6 processes on the CPU
 #   make test     lint, type check and all tests
 #   make parity   the full matrix of layouts against the single-process model; writes a table
+#                 (PART="Expert parallelism" runs one part of it)
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ test: toolchain lint
 	$(BIN)/python -m pytest
 
 parity: toolchain $(VENV)/.installed
-	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py
+	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .
