@@ -7,9 +7,11 @@ A case is SYSTEM:LAYOUT. Systems:
     hf-eager        transformers' DistributedConfig
     hf-compile      the same with torch.compile(model)
     fsdp2-compile   fully_shard per layer, every layer compiled (fsdp only)
-LAYOUT: fsdp=N,tp=N. The model has Llama-3-8B widths; weights are random, tokens too. Reported: seconds of the first
-step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU,
-MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s), peak memory in GB, the loss.
+LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama has Llama-3-8B widths, --model moe those
+of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds of the
+first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per
+GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token does not meet),
+peak memory in GB, the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import ndcompile
@@ -36,7 +38,22 @@ import ndcompile
 PEAK_FLOPS = 989e12  # H100 and H200, dense bf16
 
 
-def config(layers: int) -> LlamaConfig:
+def config(kind: str, layers: int) -> PretrainedConfig:
+    if kind == "moe":
+        return Qwen3MoeConfig(
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
     return LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -51,33 +68,38 @@ def config(layers: int) -> LlamaConfig:
     )
 
 
-def save_checkpoint(folder: str, layers: int) -> None:
+def save_checkpoint(folder: str, kind: str, layers: int) -> None:
     """Random weights, written once by rank 0."""
     if dist.get_rank() == 0 and not os.path.exists(f"{folder}/config.json"):
         torch.manual_seed(0)
         with torch.device("cuda"):
-            LlamaForCausalLM(config(layers)).to(torch.bfloat16).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(config(kind, layers), dtype=torch.bfloat16).save_pretrained(folder)
         torch.cuda.empty_cache()
     dist.barrier()
 
 
-def build_ndcompile(folder: str, layers: int, sizes: dict[str, int], dynamic: bool | None) -> Any:
-    names = tuple(sizes)
-    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=names)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config(layers), dtype=torch.bfloat16)  # leaves buffers in float32
-    return ndcompile.compile(model.train(), mesh, checkpoint=folder, dynamic=dynamic)
+def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
+    with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
+        model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
+    asked = distributed_config(sizes, args.exchange)
+    dynamic = False if args.exchange == "all_gather" else None
+    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, dynamic=dynamic)
 
 
-def build_transformers(folder: str, sizes: dict[str, int], compiled: bool) -> Any:
-    asked = DistributedConfig(fsdp_size=sizes.get("fsdp", 1), tp_size=sizes.get("tp", 1))
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, distributed_config=asked).train()
+def distributed_config(sizes: dict[str, int], exchange: str) -> DistributedConfig:
+    asked = {f"{name}_size": size for name, size in sizes.items()}
+    return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange)
+
+
+def build_transformers(folder: str, sizes: dict[str, int], exchange: str, compiled: bool) -> Any:
+    asked = distributed_config(sizes, exchange)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, distributed_config=asked).train()
     return torch.compile(model) if compiled else model
 
 
 def build_fsdp2(folder: str) -> Any:
     device = {"": torch.cuda.current_device()}
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for layer in model.model.layers:
         layer.compile()
@@ -118,19 +140,20 @@ def measure(step: Callable[[], Any], steps: int) -> list[float]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     system, _, layout = args.case.partition(":")
     sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
-    save_checkpoint(args.checkpoint, args.layers)
+    save_checkpoint(args.checkpoint, args.model, args.layers)
     start = time.perf_counter()
     if system == "ndcompile":
-        model = build_ndcompile(args.checkpoint, args.layers, sizes, None)
+        model = build_ndcompile(args, sizes)
     elif system == "fsdp2-compile":
         model = build_fsdp2(args.checkpoint)
     else:
-        model = build_transformers(args.checkpoint, sizes, compiled=system == "hf-compile")
+        model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
     result: dict[str, Any] = {"case": args.case, "load_s": round(time.perf_counter() - start, 2)}
     data_ranks = sizes.get("fsdp", 1)
     generator = torch.Generator().manual_seed(dist.get_rank() // (dist.get_world_size() // data_ranks))
-    ids = torch.randint(0, 128256, (args.batch // data_ranks, args.sequence), generator=generator).cuda()
+    vocabulary = config(args.model, args.layers).vocab_size
+    ids = torch.randint(0, vocabulary, (args.batch // data_ranks, args.sequence), generator=generator).cuda()
     step = make_step(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), ids, result)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -143,14 +166,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     elif args.profile:
         step()
     loss = step()
-    return result | figures(args, times, loss, sum(p.numel() for p in model.parameters()))
+    return result | figures(args, times, loss, active_parameters(args, model))
 
 
-def figures(args: argparse.Namespace, times: list[float], loss: Any, parameters: int) -> dict[str, Any]:
+def active_parameters(args: argparse.Namespace, model: Any) -> float:
+    """Parameters that a token multiplies with: neither the input embedding nor experts that it does not meet."""
+    settings = config(args.model, args.layers)
+    share = settings.num_experts_per_tok / settings.num_experts if args.model == "moe" else 1.0
+    sizes = {name: p.numel() * (share if ".experts." in name else 1.0) for name, p in model.named_parameters()}
+    return sum(sizes.values()) - settings.vocab_size * settings.hidden_size
+
+
+def figures(args: argparse.Namespace, times: list[float], loss: Any, active: float) -> dict[str, Any]:
     median = statistics.median(times)
     tokens, world = args.batch * args.sequence, dist.get_world_size()
-    active = parameters - 128256 * 4096  # the input embedding is a look-up
-    flops = (6 * active + 12 * args.layers * 4096 * args.sequence) * tokens
+    flops = (6 * active + 12 * args.layers * 4096 * args.sequence) * tokens  # both models: 32 heads of 128
     return {
         "ms": round(median * 1e3, 1),
         "min_ms": round(min(times) * 1e3, 1),
@@ -182,7 +212,9 @@ def profile(step: Callable[[], Any], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", required=True)
-    parser.add_argument("--checkpoint", default="build/bench-llama")
+    parser.add_argument("--model", choices=("llama", "moe"), default="llama")
+    parser.add_argument("--exchange", default="auto", help="ep_implementation")
+    parser.add_argument("--checkpoint", default="build/bench")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
     parser.add_argument("--sequence", type=int, default=4096)
@@ -190,6 +222,7 @@ def main() -> None:
     parser.add_argument("--profile", help="file for a table of kernels")
     parser.add_argument("--out", help="file to append the line to")
     args = parser.parse_args()
+    args.checkpoint = f"{args.checkpoint}-{args.model}"
     transformers.logging.set_verbosity_error()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
