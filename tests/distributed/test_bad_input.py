@@ -112,7 +112,7 @@ def _part_of_the_world(ranks):
 @pytest.mark.parametrize(
     ("shape", "names", "config", "part"),
     [
-        ((4,), ("data",), None, r"Mesh axes \['data'\] are unknown. Name .* \('dp_replicate', 'fsdp', 'tp'\)"),
+        ((4,), ("data",), None, r"Mesh axes \['data'\] are unknown. Name .* \('dp_replicate', 'fsdp', 'ep', 'tp'\)"),
         ((2, 2), None, None, r"A mesh of shape \(2, 2\) needs mesh_dim_names"),
         ((2, 2), ("fsdp", "tp"), {"tp_size": 4}, "The mesh has .*tp=2.* but distributed_config asks for .*tp=4"),
     ],

@@ -14,7 +14,7 @@ from ndcompile.capture import capture
 from ndcompile.compiler import compiled_model
 from ndcompile.errors import VerifyError
 from ndcompile.pipeline import run_passes
-from ndcompile.redistribute import redistribute, unshard
+from ndcompile.redistribute import all_to_all, divide_gradient, redistribute, unshard
 from ndcompile.verifier import verify
 
 ONE = {"num_hidden_layers": 1}
@@ -62,19 +62,58 @@ DAMAGES = {
     _other_size: r"in module 'model.embed_tokens' runs over '.*fsdp' of size 4; axes are",
     _no_sum: r"An output of the model, '.*' in module 'lm_head'.* is a shard or a partial sum over tp\. Add a tp_plan",
     _no_gradient_sum: r"is used on shards by .*: its gradient would be partial",
-    _no_unshard: r"The gradient of parameter 'lm_head.weight' is averaged over \[\], but the data axes are \['.*\.fsdp",
+    _no_unshard: r"The gradient of parameter 'lm_head.weight' is averaged over \[\], but its data axes are \['.*\.fsdp",
 }
 
 
-def _messages():
+def _no_division(graph):
+    """An expert's gradient stays a sum over the ranks that sent it tokens."""
+    node = _node(graph, divide_gradient)
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def _divided_twice(graph):
+    node = _node(graph, divide_gradient)
+    with graph.inserting_after(node):
+        again = graph.call_function(divide_gradient, (node, 2))
+    again.meta.update(node.meta)
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+def _exchange_over_tp_only(graph):
+    """Half of the experts' ranks are left out of the exchange."""
+    node = _node(graph, all_to_all, "experts")
+    tp = next(n.args[1] for n in graph.nodes if n.target is redistribute)
+    node.args = (*node.args[:3], tp)
+
+
+def _tokens_stay_apart(graph):
+    """The rows of the tp ranks are not joined behind the experts."""
+    node = next(n for n in graph.nodes if n.target is redistribute and n.args[3:5] == ("S(0)", "I"))
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+EXPERT_DAMAGES = {
+    _no_division: r"The gradient of parameter '.*experts\..*' is divided by \[\], but it is a sum over 2 data ranks",
+    _divided_twice: r"The gradient of parameter '.*experts\..*' is divided by \[2, 2\], but it is a sum over 2 data",
+    _exchange_over_tp_only: r"in module 'model.layers.0.mlp.experts'.* has 4 parts over '.*\.tp'; axes are",
+    _tokens_stay_apart: r"'model.layers.0.post_attention_layernorm'.*its gradient would be partial",
+}
+ALL = {"llama": DAMAGES, "qwen3_moe": EXPERT_DAMAGES}
+LAYOUTS = {"llama": FSDP2_TP2, "qwen3_moe": (("ep", 2), ("tp", 2))}
+
+
+def _messages(name):
     """What the verifier says of each damage to one captured graph."""
-    compiled = compiled_model(workers.compiled("llama", FSDP2_TP2, None, ONE))
+    compiled = compiled_model(workers.compiled(name, LAYOUTS[name], None, ONE))
     ids = models.token_ids(2, 8)
     captured = capture(compiled.shadow, compiled.model, bind(compiled.__signature__, (ids,), {}), False)
     context = compiled._pass_context(captured)
     run_passes(captured, context)
     found = {}
-    for damage in DAMAGES:
+    for damage in ALL[name]:
         graph = fx.Graph()
         output = graph.graph_copy(captured.module.graph, {})
         graph.output(output)
@@ -90,12 +129,16 @@ def _messages():
 
 @pytest.fixture(scope="module")
 def messages(ranks):
-    return ranks(_messages)[0]
+    return {name: ranks(_messages, name)[0] for name in ALL}
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_graph_is_refused(damage, messages):
-    assert re.search(DAMAGES[damage], messages[damage.__name__])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [(name, damage) for name, damages in ALL.items() for damage in damages],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_damaged_graph_is_refused(name, damage, messages):
+    assert re.search(ALL[name][damage], messages[name].get(damage.__name__, "accepted"))
 
 
 def _attentions():
