@@ -7,11 +7,11 @@ A case is SYSTEM:LAYOUT. Systems:
     hf-eager        transformers' DistributedConfig
     hf-compile      the same with torch.compile(model)
     fsdp2-compile   fully_shard per layer, every layer compiled (fsdp only)
-LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama has Llama-3-8B widths, --model moe those
-of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds of the
-first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per
-GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token does not meet),
-peak memory in GB, the loss.
+LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama has Llama-3-8B widths, --model moe
+those of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds
+of the first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW),
+tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token
+does not meet), peak memory in GB, the loss.
 """
 
 from __future__ import annotations

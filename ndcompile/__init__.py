@@ -9,6 +9,7 @@ from ndcompile.compiler import (
     load,
     local_parameters,
     lower_only,
+    save_pretrained,
     set_agreement_timeout,
 )
 from ndcompile.errors import (
@@ -45,5 +46,6 @@ __all__ = [
     "local_parameters",
     "lower_only",
     "read_plan",
+    "save_pretrained",
     "set_agreement_timeout",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from ndcompile.aliases import alias_parameters
 from ndcompile.call import bind
 from ndcompile.capture import copy_without_weights
+from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import MeshError, NdcompileError
 from ndcompile.loader import LoadReport
@@ -83,6 +85,7 @@ def compile(
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     compiled.bind()
+    model.save_pretrained = save_method(partial(save_pretrained, model))
     if checkpoint is not None:
         compiled.load(checkpoint)
     elif weights:
@@ -108,6 +111,38 @@ def load(
     if verify not in (None, "hash"):
         raise ValueError(f'verify={verify!r} is unknown. Use "hash", or None for no checksums.')
     return compiled_model(model).load(source, strict=strict, verify=verify)
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "50GB",
+    *,
+    variant: str | None = None,
+    save_original_format: bool = True,
+) -> SaveReport:
+    """Save a compiled model as a plain Hugging Face folder, each rank writing its own bytes. Call it on every rank.
+
+    The files are those that transformers' `save_pretrained` writes of the uncompiled model, byte by byte, whatever the
+    mesh: keys of the original checkpoint (`save_original_format=False` keeps the model's names), tied tensors once,
+    files of at most `max_shard_size` (bytes, or such as "5GB"), config and generation config. Only the split of
+    experts into files may differ: transformers keeps those of a layer together, over the size if need be.
+    `model.save_pretrained` is the same call.
+
+    The folder appears under its name when it is complete; what it held before, except for weights of the same
+    `variant`, is kept. No collectives: the ranks wait for each other through the store. All ranks must see the folder.
+
+    Raises on every rank, with the folder as it was: CheckpointError if files cannot be written, with the file and the
+    size; AgreementError if another rank failed, or was silent for 30 seconds after it began; NdcompileError if nothing
+    is loaded. A rank that never comes is waited for as in `set_agreement_timeout`.
+    """
+    return save(
+        compiled_model(model),
+        folder,
+        max_shard_size=max_shard_size,
+        variant=variant,
+        original_format=save_original_format,
+    )
 
 
 def lower_only(model: nn.Module, batch: int, sequence: int) -> Partitioner:

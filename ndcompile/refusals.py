@@ -19,8 +19,8 @@ METHODS = {
     "state_dict() with torch.distributed.checkpoint.",
     "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an "
     "uncompiled copy of the model.",
-    "save_pretrained": "save_pretrained() of a compiled model is not supported yet. Save with torch.distributed."
-    "checkpoint (state_dict() holds DTensors), or gather parameter.full_tensor() on every rank.",
+    "push_to_hub": "push_to_hub() would upload from every rank. Call save_pretrained(folder) on all ranks, then "
+    "huggingface_hub.upload_folder(folder_path=folder, repo_id=...) on one.",
     "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize, then call ndcompile.compile.",
     "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
     "set_attn_implementation": "set_attn_implementation() of a compiled model has no effect. Set it before "

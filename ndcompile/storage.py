@@ -87,7 +87,7 @@ class ParameterStore:
         return not any(slot.local.is_meta for slot in self.slots)
 
     def materialize(self) -> None:
-        """Give every parameter memory, zeroed where there is padding, keeping the identity of every Parameter object."""
+        """Give every parameter memory, zeroed where it is padded, keeping the identity of every Parameter object."""
         for slot in self.slots:
             self.materialize_slot(slot)
 

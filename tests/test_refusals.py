@@ -25,7 +25,7 @@ def model():
     ("name", "arguments", "sentence"),
     [
         ("generate", [models.token_ids(1, 4)], r"needs a key-value cache.*Generate with an uncompiled copy"),
-        ("save_pretrained", ["folder"], r"not supported yet\. Save with torch\.distributed\.checkpoint"),
+        ("push_to_hub", ["me/model"], r"would upload from every rank\. Call save_pretrained\(folder\) on all ranks"),
         ("resize_token_embeddings", [140], r"changes parameters\. Resize.*, then call ndcompile\.compile"),
         ("add_adapter", [None], r"adds parameters\. Add.*, then call ndcompile\.compile"),
         ("set_attn_implementation", ["eager"], r"has no effect\. Set it before ndcompile\.compile"),
