@@ -96,11 +96,12 @@ def exchange_rows(experts: Experts, hidden: Tensor, index: Tensor, weights: Tens
     received = all_to_all(told, each, each, group.ep.axis.group).view(plan.ep, plan.local + 1)
     receive = received[:, :-1]
     splits = torch.stack([send.sum(1), receive.sum(1), received[:, -1]]).to("cpu")
-    outgoing, incoming = checked_splits(splits, plan.fqn, plan.count).tolist()
+    sizes = checked_splits(splits, plan.fqn, plan.count).tolist()
+    outgoing, incoming = _closed(sizes[0], slots.shape[0]), _closed(sizes[1], sizes[1][-1])
 
     rows = all_to_all(hidden[order // top_k], incoming, outgoing, group.ep.axis.group)
     local = torch.arange(plan.local, device=hidden.device).repeat(plan.ep)
-    local = local.repeat_interleave(receive.reshape(-1), output_size=sum(incoming))
+    local = local.repeat_interleave(receive.reshape(-1), output_size=sizes[1][-1])
     rows = experts(rows, local.unsqueeze(1), rows.new_ones(()).expand(rows.shape[0], 1))
     rows = all_to_all(rows, outgoing, incoming, group.ep.axis.group)
     return group.join(_combine(rows[torch.argsort(order)], weights), tokens)
@@ -177,6 +178,12 @@ def _rows_per_slot(slots: Tensor, count: int) -> Tensor:
     """How often each of `count` numbers occurs in the sorted `slots`."""
     edges = torch.searchsorted(slots, torch.arange(count + 1, device=slots.device))
     return edges[1:] - edges[:-1]
+
+
+def _closed(sizes: list[Any], total: Any) -> list[Any]:
+    """`sizes` with the last one as what the others leave of `total`. So their sum is one symbol instead of many, and
+    what symbolic shapes do with it does not grow with the number of ranks."""
+    return [*sizes[:-1], total - sum(sizes[:-1])]
 
 
 def _combine(rows: Tensor, weights: Tensor) -> Tensor:

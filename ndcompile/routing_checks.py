@@ -14,7 +14,8 @@ from ndcompile.errors import RoutingError
 
 @torch.library.custom_op("ndcompile::checked_splits", mutates_args=())
 def checked_splits(splits: Tensor, layer: str, experts: int) -> Tensor:
-    """Rows to send to and to receive from each rank: int64 (2, ep) of `splits` (3, ep) on the CPU.
+    """Rows to send to and to receive from each rank, int64 (2, ep), of `splits` (3, ep) on the CPU. The last column holds
+    the sums instead of the last rank's.
 
     The last row of `splits` counts, for each rank, the routing indices that name no expert. The ranks exchanged it, so
     all of them raise RoutingError.
@@ -25,7 +26,7 @@ def checked_splits(splits: Tensor, layer: str, experts: int) -> Tensor:
             f"{layer!r}: routing indices outside the {experts} experts, on the ranks of the expert group (with how "
             f"many): {counts}. Indices must be in [0, {experts}): check the router's top-k."
         )
-    return splits[:2].clone()
+    return torch.cat([splits[:2, :-1], splits[:2].sum(1, keepdim=True)], 1)
 
 
 @checked_splits.register_fake
