@@ -91,7 +91,7 @@ def test_any_numbering_of_the_ranks(ranks, checkpoint, layout, order):
 
 def test_a_mesh_without_names_means_tp(world, checkpoint):
     folder = checkpoint("llama", **ONE_LAYER)
-    assert world(2)(_unnamed_mesh, folder) == [{"dp_replicate": 1, "tp": 2, "fsdp": 1}] * 2
+    assert world(2)(_unnamed_mesh, folder) == [{"dp_replicate": 1, "fsdp": 1, "tp": 2, "ep": 1}] * 2
 
 
 def _unnamed_mesh(folder):
