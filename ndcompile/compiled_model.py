@@ -24,7 +24,15 @@ from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, Shadow, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
-from ndcompile.loader import LoadReport, Peers, Target, buffer_targets, load_into, materialize_buffers
+from ndcompile.loader import (
+    LoadReport,
+    Peers,
+    Target,
+    buffer_targets,
+    initialize_missing,
+    load_into,
+    materialize_buffers,
+)
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
@@ -93,15 +101,7 @@ class CompiledModel:
 
     def load(self, source: str | os.PathLike[str], *, strict: bool = True, verify: str | None = None) -> LoadReport:
         """Read this rank's slices and the buffers; see `ndcompile.load`."""
-        self.store.half_loaded = True
-        self.store.materialize()
-        materialize_buffers(self.model, self.mesh.device)
-        targets = [
-            Target(slot.entry.fqn, slot.local, slot.entry.shape, *self.store.layout(slot.entry), slot.entry.aliases)
-            for slot in self.store.slots
-        ]
-        _, mesh_shape, coordinate = self.store.layout(self.store.slots[0].entry)
-        targets += buffer_targets(self.model, mesh_shape, coordinate)
+        targets = self._targets()
         self.loads += 1
         with self.agreement.step(name := f"load{self.loads}"):
             peers = None if verify is None else Peers.of(self.agreement, name)
@@ -111,6 +111,28 @@ class CompiledModel:
         self.agreement.exchange(f"{name}/done", True)
         self.store.half_loaded = False
         return report
+
+    def init_weights(self, seed: int) -> None:
+        """Give every tensor its initial value; see `ndcompile.init_weights`."""
+        targets = self._targets()
+        self.loads += 1
+        with self.agreement.step(name := f"load{self.loads}"):
+            self.agreement.same(f"{name}/seed", [f"seed {seed}"], "the seed of init_weights")
+            initialize_missing(self.shadow.module, targets, seed)
+        self.agreement.exchange(f"{name}/done", True)
+        self.store.half_loaded = False
+
+    def _targets(self) -> list[Target]:
+        """This rank's part of every tensor that has to be filled, with memory; until then the model is half loaded."""
+        self.store.half_loaded = True
+        self.store.materialize()
+        materialize_buffers(self.model, self.mesh.device)
+        targets = [
+            Target(slot.entry.fqn, slot.local, slot.entry.shape, *self.store.layout(slot.entry), slot.entry.aliases)
+            for slot in self.store.slots
+        ]
+        _, mesh_shape, coordinate = self.store.layout(self.store.slots[0].entry)
+        return targets + buffer_targets(self.model, mesh_shape, coordinate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.__signature__, args, kwargs)

@@ -113,6 +113,17 @@ def load(
     return compiled_model(model).load(source, strict=strict, verify=verify)
 
 
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill a compiled model with the initial values of its class, to train from scratch.
+
+    They depend on `seed`, names and global indices alone: every mesh starts from the same weights. Each tensor is made
+    whole on the CPU, one at a time, on every rank. Parameters keep their identity, so an optimizer may exist already.
+
+    Raises AgreementError on every rank if the ranks pass different seeds.
+    """
+    compiled_model(model).init_weights(seed)
+
+
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

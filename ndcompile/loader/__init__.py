@@ -18,8 +18,17 @@ initialization  missing parameters, buffers that are not saved
 
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.checksum import Peers
-from ndcompile.loader.initialization import materialize_buffers
+from ndcompile.loader.initialization import initialize_missing, materialize_buffers
 from ndcompile.loader.load import LoadReport, load_into
 from ndcompile.loader.target import Target, buffer_targets
 
-__all__ = ["CheckpointError", "LoadReport", "Peers", "Target", "buffer_targets", "load_into", "materialize_buffers"]
+__all__ = [
+    "CheckpointError",
+    "LoadReport",
+    "Peers",
+    "Target",
+    "buffer_targets",
+    "initialize_missing",
+    "load_into",
+    "materialize_buffers",
+]

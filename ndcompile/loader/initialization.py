@@ -20,23 +20,25 @@ from ndcompile.loader.target import Target
 from ndcompile.transformers_private import guard_torch_init_functions
 
 
-def initialize_missing(model: PreTrainedModel, targets: Sequence[Target]) -> None:
+def initialize_missing(model: PreTrainedModel, targets: Sequence[Target], seed: int = 0) -> None:
     """Fill `targets` with what `model._init_weights` gives them, the same on every rank and mesh.
 
-    Each tensor is made whole on the CPU, one at a time, from random numbers that depend on its FQN alone; then this
-    rank's part is copied. Raises CheckpointError if the model does not initialise a tensor.
+    Each tensor is made whole on the CPU, one at a time, from random numbers that depend on its FQN and `seed` alone;
+    then this rank's part is copied. Raises CheckpointError if the model does not initialise a tensor.
     """
     if not targets:
         return
     shadow = _shadow(model)
     for target in targets:
-        value = _initial_value(shadow, target)
+        value = _initial_value(shadow, target, seed)
         if value is None:
-            raise CheckpointError(f"{target.fqn} is missing and {type(model).__name__}._init_weights gives it no value")
+            raise CheckpointError(
+                f"{target.fqn} has no value: no checkpoint has it, and {type(model).__name__}._init_weights gives none"
+            )
         target.fill(value)
 
 
-def _initial_value(shadow: PreTrainedModel, target: Target) -> torch.Tensor | None:
+def _initial_value(shadow: PreTrainedModel, target: Target, seed: int) -> torch.Tensor | None:
     """The global tensor that `_init_weights` makes for `target`, or None; `shadow` is as before afterwards."""
     old = {name: shadow.get_parameter_or_buffer(name) for name in target.names}
     value = _unset(target.shape, target.tensor.dtype)
@@ -47,7 +49,7 @@ def _initial_value(shadow: PreTrainedModel, target: Target) -> torch.Tensor | No
     try:
         # A tied tensor may be initialised under any of its names; the module of the first that does it decides.
         for name in target.names:
-            with _reproducible(target.fqn):
+            with _reproducible(f"{seed} {target.fqn}"):
                 for module, parent in _ancestors(shadow, name.rpartition(".")[0]):
                     parent._init_weights(module)
             made = shadow.get_parameter_or_buffer(name).detach()
