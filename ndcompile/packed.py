@@ -1,0 +1,108 @@
+"""Packed parameters for torch.distributed.checkpoint: DTensors of which a rank holds several rectangles.
+
+gate_up under tp is [gate of this rank; up of this rank]: two runs of the whole tensor's rows. DTensor describes a
+shard by one offset, so DCP would refuse to save such a tensor, and load wrong rows into it without a word. This
+subclass tells DCP all rectangles. Whatever is made of one (state dicts, gradients, optimizer state, staged copies) is
+one too, so that `get_model_state_dict` and `get_optimizer_state_dict` need nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from ndcompile.errors import UnsupportedError
+from ndcompile.layout import Box, boxes, narrow
+from ndcompile.torch_private import StridedShard
+
+
+def of_placements(tensor: DTensor) -> DTensor:
+    """`tensor` itself, or as a PackedDTensor if a placement is packed; the local tensor is shared."""
+    return _packed(tensor) if is_packed(tensor) else tensor
+
+
+def is_packed(tensor: DTensor) -> bool:
+    return any(isinstance(placement, StridedShard) for placement in tensor.placements)
+
+
+class Unaddressed(StridedShard):
+    """A packed placement, for code outside of DTensor: equal to it, but it names no offset."""
+
+    def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("offset_mode") == _NO_OFFSETS:
+            return super()._local_shard_size_and_offset(*args, **kwargs)
+        raise UnsupportedError(
+            f"{self} is packed: a rank's shard is several runs of dim {self.dim}, but torch asks for one offset. "
+            "Save and load get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer), without "
+            "full_state_dict or broadcast_from_rank0, or use ndcompile.load and ndcompile.save_pretrained."
+        )
+
+
+_NO_OFFSETS = 2
+
+
+class PackedDTensor(DTensor):
+    """A DTensor that knows all rectangles of the whole tensor that its local tensor consists of."""
+
+    # No __slots__ of its own: copies for async saves go by the attribute, which is DTensor's.
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """For code outside of DTensor, which would take the first of several offsets for the only one."""
+        return tuple(
+            Unaddressed(p.dim, split_factor=p.split_factor) if isinstance(p, StridedShard) else p
+            for p in self._spec.placements
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given: dict[int, DTensor] = {}
+        if func._schema.is_mutable:  # an operator in place returns its argument, not a second tensor on its memory
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+            given = {id(tensor._local_tensor): tensor for tensor in tensors}
+
+        def wrap(tensor: DTensor) -> DTensor:
+            key = id(tensor._local_tensor)
+            return given[key] if key in given else _packed(tensor)
+
+        return pytree.tree_map_only(DTensor, wrap, result)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(b.global_offset), torch.Size(b.size)) for b in self._boxes()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box in self._boxes():
+            if torch.Size(box.global_offset) == index.offset:
+                return narrow(self._local_tensor.detach(), box.local_offset, box.size)
+        raise ValueError(f"{index.fqn} has no rectangle at {index.offset} on this rank; it has {list(self._boxes())}")
+
+    def _boxes(self) -> list[Box]:
+        coordinate = self.device_mesh.get_coordinate()
+        assert coordinate is not None
+        return list(boxes(self.shape, self._spec.placements, tuple(self.device_mesh.shape), tuple(coordinate)))
+
+
+def _packed(tensor: DTensor) -> PackedDTensor:
+    if isinstance(tensor, PackedDTensor):
+        return tensor
+    return PackedDTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
