@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint_case
 import models
 import torch
 import transformers
@@ -71,9 +72,7 @@ class Runner:
         return f"{worst:.1e}{mark}"
 
     def _over(self, case: Case, limit: float) -> dict[str, float]:
-        ranks = size(case.layout)
-        pool = self.pools.setdefault(ranks, Pool(ranks, self.folder))
-        results = pool(compare, case, self._checkpoint(case))
+        results = self._pool(case.layout)(compare, case, self._checkpoint(case))
         errors: dict[str, float] = {}
         for result in results:
             for name, value in result.exceeding(-1.0).items():
@@ -81,6 +80,31 @@ class Runner:
         within = [value for value in errors.values() if value <= limit]
         self.worst = max(within, default=0.0)
         return {name: value for name, value in errors.items() if not value <= limit}
+
+    def checkpoints(self, name: str, source: str, layouts: dict[str, Layout]) -> list[str]:
+        """`equal` or FAILED for every layout that loads what `source` saved."""
+        start, folder = time.perf_counter(), self.folder / f"{name} {source}"
+        reference = checkpoint_case.reference(name, self.folder / f"{name} reference")
+        try:
+            saved = self._pool(layouts[source])(checkpoint_case.save, name, layouts[source], reference, str(folder))[0]
+        except (RankError, RankTimeout) as error:
+            self.failures.append(f"{name}, saved on {source}: {str(error).strip().splitlines()[-1]}")
+            return ["FAILED"] * len(layouts)
+        cells = []
+        for target, layout in layouts.items():
+            try:
+                loaded = self._pool(layout)(checkpoint_case.load, name, layout, str(folder))
+                wrong = [line for result in loaded for line in checkpoint_case.differing(saved, result)]
+            except (RankError, RankTimeout) as error:
+                wrong = [str(error).strip().splitlines()[-1]]
+            if wrong:
+                self.failures.append(f"{name}, {source} to {target}: {sorted(set(wrong))[:5]}")
+            cells.append("FAILED" if wrong else "equal")
+        print(f"checkpoints of {name} from {source}: {cells} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return cells
+
+    def _pool(self, layout: Layout) -> Pool:
+        return self.pools.setdefault(size(layout), Pool(size(layout), self.folder))
 
     def _checkpoint(self, case: Case) -> str:
         folder = self.folder / "_".join([case.model, *(f"{k}{v}" for k, v in sorted(case.overrides.items()))])
@@ -166,11 +190,28 @@ def experts(run: Runner) -> list[str]:
     return lines
 
 
+def checkpoints(run: Runner) -> list[str]:
+    """A training state saved on every layout and loaded on every other, in DCP and in Hugging Face form."""
+    lines = [
+        "Parameters and AdamW state, saved on the layout of the row and loaded on that of the column, by DCP and as"
+    ]
+    lines += ["a Hugging Face folder: `equal` means that every bit of every tensor is.", ""]
+    for name in checkpoint_case.MODELS:
+        layouts = checkpoint_case.layouts_of(name)
+        lines += [f"| {name}: saved on | " + " | ".join(layouts) + " |", "|---" * (len(layouts) + 1) + "|"]
+        for source in layouts:
+            cells = run.checkpoints(name, source, layouts)
+            lines.append(f"| {source} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return lines
+
+
 PARTS: dict[str, Callable[[Runner], list[str]]] = {
     "Architectures and layouts": matrix,
     "Single cases": single,
     "Through inductor, fsdp2_tp2": inductor,
     "Expert parallelism": experts,
+    "Checkpoints": checkpoints,
 }
 
 INTRODUCTION = f"""# Parity with the single-process model
