@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -106,6 +108,19 @@ def test_a_full_state_dict_is_refused_for_packed_parameters(ranks, checkpoint):
     for kind, message in ranks.errors(_full_state_dict, checkpoint("mixtral", **ONE)):
         assert kind == "UnsupportedError"
         assert "is packed: a rank's shard is several runs" in message
+
+
+def _hf_writer(checkpoint, folder):
+    model = workers.compiled("mixtral", FSDP2_TP2, checkpoint, ONE)
+    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    with pytest.raises(CheckpointException) as error:  # no Exception, so the pool would not catch it
+        dcp.save(get_model_state_dict(model), storage_writer=writer)
+    return str(error.value)
+
+
+def test_the_writer_that_keeps_one_part_a_rank_is_refused(ranks, checkpoint, tmp_path):
+    for message in ranks(_hf_writer, checkpoint("mixtral", **ONE), str(tmp_path)):
+        assert "experts.gate_up_proj is packed: this rank holds 2 parts of it" in message
 
 
 def _classes(checkpoint):
