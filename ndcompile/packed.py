@@ -9,6 +9,7 @@ one too, so that `get_model_state_dict` and `get_optimizer_state_dict` need noth
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ class PackedDTensor(DTensor):
 def _goes_to_safetensors() -> bool:
     """Whether DCP asks for data in order to write it into a dict of one tensor a name. It does not tell, so its frame
     is looked at: the alternative is a checkpoint that lacks half of a tensor, in silence."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_write_files_from_queue":
             return frame.f_locals.get("serialization_format") == SerializationFormat.SAFETENSORS
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -113,18 +113,23 @@ class _State:
     reached: str = "planning"
     staging: Staging | None = None
 
-    def tell(self, error: Exception) -> Exception | None:
+    def tell(self, error: Exception) -> NdcompileError | None:
         """`error` with what was saved, and where; None if it says that by itself."""
-        begin = f"Saving to {self.folder} stopped while {self.reached}:"
-        if isinstance(error, AgreementError | dist.DistError):
-            reason = str(error) if isinstance(error, AgreementError) else f"the ranks' store is lost ({error})."
-            last = self.reached == _PUBLISHING
-            return AgreementError(
-                f"{begin} {reason} {self.folder} is {'complete, the old or the new one' if last else 'as it was'}."
-            )
-        if isinstance(error, OSError):
-            return CheckpointError(f"{begin} {error.filename or ''} {error.strerror}. {self.folder} is as it was.")
-        return None
+        kind: type[NdcompileError]
+        if isinstance(error, AgreementError):
+            kind, reason = AgreementError, str(error)
+        elif isinstance(error, dist.DistError):
+            kind, reason = AgreementError, f"the ranks' store is lost ({error})"
+        elif isinstance(error, OSError):
+            kind, reason = CheckpointError, f"{error.filename or 'the file system'}: {error.strerror}"
+        elif isinstance(error, CheckpointError) and self.staging is not None:
+            kind, reason = CheckpointError, str(error)
+        else:
+            return None
+        # While the first rank renames, the others cannot know on which side of it a fault came.
+        unsure = kind is AgreementError and self.reached == _PUBLISHING
+        state = "is complete, the old or the new one" if unsure else "is as it was"
+        return kind(f"Saving to {self.folder} stopped while {self.reached}: {reason.rstrip('.')}. That folder {state}.")
 
 
 _PUBLISHING = "putting the folder in place"

@@ -77,7 +77,8 @@ def _runs(write: Write) -> Iterator[tuple[int, memoryview]]:
         if not part.numel():
             continue
         packed = part.cpu().contiguous()
-        memory = packed.reshape(-1).view(torch.uint8).numpy().data
+        # Not reshape(-1): a lone element may have any stride and still count as contiguous.
+        memory = packed.as_strided((packed.numel(),), (1,)).view(torch.uint8).numpy().data
         run, outer = _run(packed.shape, write.strides, packed.dtype.itemsize)
         steps = [range(0, stride * size, stride) for stride, size in outer]
         for number, shifts in enumerate(itertools.product(*steps)):
