@@ -14,8 +14,8 @@ from ndcompile.errors import RoutingError
 
 @torch.library.custom_op("ndcompile::checked_splits", mutates_args=())
 def checked_splits(splits: Tensor, layer: str, experts: int) -> Tensor:
-    """Rows to send to and to receive from each rank, int64 (2, ep), of `splits` (3, ep) on the CPU. The last column holds
-    the sums instead of the last rank's.
+    """Rows to send to and to receive from each rank, int64 (2, ep), of `splits` (3, ep) on the CPU. The last column
+    holds the sums instead of the last rank's.
 
     The last row of `splits` counts, for each rank, the routing indices that name no expert. The ranks exchanged it, so
     all of them raise RoutingError.
