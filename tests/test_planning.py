@@ -53,9 +53,10 @@ def test_a_plan_prints_files_ranks_and_bytes(folder):
 def test_a_plan_needs_no_weights_and_leaves_the_model_alone(folder):
     model = meta_model()
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    running = torch.distributed.is_initialized()  # another test's group of one rank may be
     ndcompile.read_plan(model, folder, SIZES)
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
-    assert not torch.distributed.is_initialized()
+    assert torch.distributed.is_initialized() == running
 
 
 def test_a_plan_refuses_what_a_load_refuses(folder):
