@@ -1,6 +1,6 @@
 """Loading beside transformers: wall time, bytes, and memory of 4 gloo ranks on one host; one JSON line a case.
 
-    python bench/load.py --folder /tmp/ndcompile-load --out bench/load.jsonl
+    python bench/load.py --folder FOLDER --out bench/load.jsonl
 
 Writes two checkpoints into the folder when they are missing: dense (Llama, 2.2 GB of bf16 in 5 files) and moe
 (Qwen3-MoE with 64 experts, 1.4 GB in 5 files). A case is CHECKPOINT:LAYOUT. Both systems build the model on the meta

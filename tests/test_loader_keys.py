@@ -220,7 +220,7 @@ def test_a_missing_tensor_that_the_model_does_not_initialise_is_an_error(tmp_pat
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, without("model.layers.0.mlp.act_fn.beta"))
     meta = on_meta(model)
-    with pytest.raises(CheckpointError, match=r"act_fn\.beta has no value: no checkpoint has it, and .*_init_weights gives none"):
+    with pytest.raises(CheckpointError, match=r"act_fn\.beta has no value: no checkpoint has it"):
         load_into(meta, targets_of(meta), tmp_path, strict=False)
 
 
