@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.layout import Box, boxes, narrow
-from ndcompile.torch_private import StridedShard
+from ndcompile.torch_private import NO_OFFSETS, StridedShard
 
 
 def of_placements(tensor: DTensor) -> DTensor:
@@ -39,16 +39,13 @@ class Unaddressed(StridedShard):
     """A packed placement, for code outside of DTensor: equal to it, but it names no offset."""
 
     def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("offset_mode") == _NO_OFFSETS:
+        if kwargs.get("offset_mode") == NO_OFFSETS:
             return super()._local_shard_size_and_offset(*args, **kwargs)
         raise UnsupportedError(
             f"{self} is packed: a rank's shard is several runs of dim {self.dim}, but torch asks for one offset. "
             "Save and load get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer), without "
             "full_state_dict or broadcast_from_rank0, or use ndcompile.load and ndcompile.save_pretrained."
         )
-
-
-_NO_OFFSETS = 2
 
 
 class PackedDTensor(DTensor):

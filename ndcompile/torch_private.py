@@ -43,6 +43,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 CAN_KEEP_RANK_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """torch 2.11 always sorts the ranks of a new group; later releases can keep the order of the mesh."""
 
+try:
+    from torch.distributed.tensor.placement_types import _StridedShardOffsetMode
+
+    NO_OFFSETS: object = _StridedShardOffsetMode.NONE
+    """How torch asks a packed placement for a size alone."""
+except ImportError:  # torch 2.11 always asks for an offset too
+    NO_OFFSETS = object()
+
 
 @contextmanager
 def compiling() -> Iterator[None]:
@@ -63,6 +71,7 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
 
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
+    "NO_OFFSETS",
     "ConstantSource",
     "CustomPartitionerFn",
     "DimDynamic",

@@ -10,8 +10,8 @@ from workers import Layout, full, gradient_errors, size
 
 import ndcompile
 
+FSDP2_EP2: Layout = (("ep", 2),)
 FSDP4_EP4: Layout = (("ep", 4),)
-FSDP4_EP2: Layout = (("fsdp", 2), ("ep", 2))
 REPLICATE2_EP2: Layout = (("dp_replicate", 2), ("ep", 2))
 FSDP2_TP2_EP2: Layout = (("fsdp", 2), ("ep", 1), ("tp", 2))
 FSDP2_TP2_EP4: Layout = (("ep", 2), ("tp", 2))
@@ -44,7 +44,7 @@ def test_eight_ranks_with_all_axes(world, checkpoint):
 
 def test_one_training_step_through_inductor(world, checkpoint):
     overrides = {"num_hidden_layers": 1}
-    case = Case("qwen3_moe", (("ep", 2),), padding=True, overrides=overrides, options={"backend": "inductor"})
+    case = Case("qwen3_moe", FSDP2_EP2, padding=True, overrides=overrides, options={"backend": "inductor"})
     assert_parity(world(2), case, checkpoint("qwen3_moe", **overrides))
 
 
@@ -109,32 +109,27 @@ def _train(layout, checkpoint, steps, kind="foreach"):
     return losses, norms
 
 
-def _train_on_three_layouts(checkpoint):
-    return [
-        _train(workers.FSDP4, checkpoint, 4),
-        _train(FSDP4_EP4, checkpoint, 4),
-        _train(FSDP4_EP2, checkpoint, 4, "fused"),
-    ]
+def _train_on_both_layouts(checkpoint):
+    return _train(workers.FSDP4, checkpoint, 4), _train(FSDP4_EP4, checkpoint, 4, "fused")
 
 
-def test_ep4_and_ep2_follow_fsdp4_for_four_steps(ranks, checkpoint):
+def test_ep4_follows_fsdp4_for_four_steps(ranks, checkpoint):
     """huggingface/transformers#45662: there the experts of all ranks became those of rank 0."""
-    for (expected, expected_norms), *others in ranks(_train_on_three_layouts, checkpoint("qwen3_moe", **ONE)):
-        for losses, norms in others:
-            assert losses == pytest.approx(expected, rel=1e-5)
-            assert norms == pytest.approx(expected_norms, rel=1e-5), "the norm counts each shard once"
+    for (expected, expected_norms), (losses, norms) in ranks(_train_on_both_layouts, checkpoint("qwen3_moe", **ONE)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert norms == pytest.approx(expected_norms, rel=1e-5), "the norm counts each shard once"
 
 
 def _dtypes(checkpoint):
     """bf16 and autocast, forward and backward; and evaluation, whose logits the single-process model gives too."""
     ids = models.token_ids(2, 8, seed=dist.get_rank())
     plain = models.build("qwen3_moe", torch.bfloat16, **ONE)
-    model = workers.compiled("qwen3_moe", FSDP4_EP4, checkpoint, ONE, torch.bfloat16)
+    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE, torch.bfloat16)
     losses = [m(input_ids=ids, labels=ids, use_cache=False).loss for m in (model, plain)]
     losses[0].backward()
     assert all(full(p.grad).isfinite().all() for p in model.parameters())
     exact = models.build("qwen3_moe", **ONE).eval()
-    sharded = workers.compiled("qwen3_moe", FSDP4_EP4, checkpoint, ONE).eval()
+    sharded = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE).eval()
     with torch.no_grad():
         difference = workers.error(sharded(input_ids=ids).logits, exact(input_ids=ids, use_cache=False).logits)
     with torch.autocast("cpu", torch.bfloat16):
@@ -142,9 +137,9 @@ def _dtypes(checkpoint):
     return [loss.item() for loss in losses], automatic, difference
 
 
-def test_bf16_autocast_and_evaluation(ranks, checkpoint):
+def test_bf16_autocast_and_evaluation(world, checkpoint):
     """Sums in bf16 come in another order: its unit in the last place is 0.4%."""
-    for bf16, automatic, difference in ranks(_dtypes, checkpoint("qwen3_moe", **ONE)):
+    for bf16, automatic, difference in world(2)(_dtypes, checkpoint("qwen3_moe", **ONE)):
         assert bf16[0] == pytest.approx(bf16[1], rel=4e-3)
         assert automatic[0] == pytest.approx(automatic[1], rel=4e-3)
         assert difference < workers.LIMIT
@@ -186,7 +181,7 @@ def test_the_environment_of_deepspeed_zero3_changes_nothing(ranks, checkpoint):
 
 
 def _recomputed(checkpoint):
-    model = workers.compiled("qwen3_moe", FSDP4_EP4, checkpoint, ONE)
+    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE)
     ids = models.token_ids(2, 12, seed=ndcompile.data_rank(model))
     results = []
     for on in (False, True):
@@ -199,8 +194,8 @@ def _recomputed(checkpoint):
     return results
 
 
-def test_recompute_gives_the_same_gradients(ranks, checkpoint):
-    for (loss, gradients), (loss_again, gradients_again) in ranks(_recomputed, checkpoint("qwen3_moe", **ONE)):
+def test_recompute_gives_the_same_gradients(world, checkpoint):
+    for (loss, gradients), (loss_again, gradients_again) in world(2)(_recomputed, checkpoint("qwen3_moe", **ONE)):
         assert loss_again == loss
         assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
 

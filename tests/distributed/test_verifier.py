@@ -26,6 +26,12 @@ def _node(graph, target, module=""):
     )
 
 
+def _bypass(graph, node):
+    """What used the node uses its input instead."""
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
 def _other_group(graph):
     """A collective over a group that is no axis."""
     node = _node(graph, redistribute)
@@ -40,21 +46,18 @@ def _other_size(graph):
 def _no_sum(graph):
     """The all-reduce behind the last rowwise projection is lost, so that the output is partial."""
     node = next(n for n in reversed(graph.nodes) if n.target is redistribute)
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    _bypass(graph, node)
 
 
 def _no_gradient_sum(graph):
     """The I -> R node in front of the MLP is lost, so that its input's gradient stays partial."""
     node = next(n for n in graph.nodes if n.target is redistribute and n.args[3:5] == ("I", "R"))
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    _bypass(graph, node)
 
 
 def _no_unshard(graph):
     node = _node(graph, unshard, "lm_head")
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    _bypass(graph, node)
 
 
 DAMAGES = {
@@ -69,8 +72,7 @@ DAMAGES = {
 def _no_division(graph):
     """An expert's gradient stays a sum over the ranks that sent it tokens."""
     node = _node(graph, divide_gradient)
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    _bypass(graph, node)
 
 
 def _divided_twice(graph):
@@ -91,8 +93,7 @@ def _exchange_over_tp_only(graph):
 def _tokens_stay_apart(graph):
     """The rows of the tp ranks are not joined behind the experts."""
     node = next(n for n in graph.nodes if n.target is redistribute and n.args[3:5] == ("S(0)", "I"))
-    node.replace_all_uses_with(node.args[0])
-    graph.erase_node(node)
+    _bypass(graph, node)
 
 
 EXPERT_DAMAGES = {
