@@ -1,6 +1,10 @@
 """Parity on GPUs: loss and every gradient of tiny models against the single-process model, float32 and bf16.
 
     torchrun --nproc-per-node=2 bench/gpu_parity.py tests/zoo_configs --layouts fsdp=2 tp=2 dp_replicate=2
+    torchrun --nproc-per-node=4 bench/gpu_parity.py tests/zoo_configs --types qwen3_moe --layouts fsdp=2,tp=2,ep=4
+
+A layout names the axes of the mesh, and `ep` the expert shards (ep_size). --resume also saves model and AdamW through
+torch.distributed.checkpoint, loads them into another instance, and compares bits.
 
 float32 (TF32 off): error of a tensor = max|g - ref| / max(max|ref|, 1e-3 x the largest max|ref|), limit 1e-5.
 bf16: both sides round, so the yardstick is the rounding itself. The error of ndcompile in bf16 against the float32
@@ -18,9 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import ndcompile
 from ndcompile.layout import boxes, narrow
@@ -28,7 +35,7 @@ from ndcompile.layout import boxes, narrow
 Gradients = dict[str, torch.Tensor]
 
 
-def build(config: Any, dtype: torch.dtype, folder: Path) -> Any:
+def build(config: Any, dtype: torch.dtype, folder: Path, skewed: bool) -> Any:
     """The single-process model on the GPU, perturbed constants, saved to `folder` by rank 0."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
@@ -37,11 +44,23 @@ def build(config: Any, dtype: torch.dtype, folder: Path) -> Any:
         for parameter in model.parameters():
             if parameter.unique().numel() == 1:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    if skewed:
+        skew(model)
     model = model.to(dtype)
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
     return model.cuda()
+
+
+def skew(model: Any) -> None:
+    """Routers that send every token to experts 0 and 1, or 2 and 3: at ep=4 with 8 experts, two ranks get no row."""
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    for name, router in model.named_parameters():
+        if name.endswith(("gate.weight", "router.weight")) and router.ndim == 2:
+            rest = router.new_zeros(router.shape[0] - 4, 2)
+            directions = torch.stack([router[0], 0.3 * router[1]])
+            router.data = 5.0 * torch.cat([signs, rest]).to(router) @ directions.data
 
 
 def batch(vocabulary: int, data_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,10 +81,18 @@ def reference(model: Any, ids: torch.Tensor, labels: torch.Tensor, data_ranks: i
     return losses, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def compiled(config: Any, dtype: torch.dtype, folder: Path, mesh: Any) -> tuple[float, Gradients, int]:
+def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[str, int]) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = ndcompile.compile(model.train(), mesh, checkpoint=folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    axes = {name: size for name, size in layout.items() if name != "ep"}
+    mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    asked = DistributedConfig(tp_size=layout.get("tp", 1), fsdp_size=layout.get("fsdp", 1), ep_size=layout.get("ep", 1))
+    return ndcompile.compile(model, mesh, distributed_config=asked, checkpoint=folder)
+
+
+def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, int], resume: bool) -> Any:
+    """The loss, the gradients, the data rank, and what a checkpoint did not bring back bit by bit (None: not tried)."""
+    model = sharded(config, dtype, folder, layout)
     ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
     ids, labels = (x.chunk(ranks)[rank] for x in batch(config.get_text_config().vocab_size, ranks))
     loss = model(input_ids=ids, labels=labels).loss
@@ -73,11 +100,34 @@ def compiled(config: Any, dtype: torch.dtype, folder: Path, mesh: Any) -> tuple[
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # runs on every placement, and changes nothing
     optimizer.step()
-    return (
-        loss.item(),
-        {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None},
-        rank,
-    )
+    gradients = {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
+    changed = None
+    if resume:
+        other = sharded(config, dtype, None, layout)
+        ndcompile.init_weights(other, 1)
+        changed = resumed(model, optimizer, other, torch.optim.AdamW(other.parameters(), fused=True), folder / "resume")
+    return loss.item(), gradients, rank, changed
+
+
+def resumed(model: Any, optimizer: Any, other: Any, other_optimizer: Any, folder: Path) -> dict[str, float]:
+    """The tensors that do not come back bit by bit, with the largest difference on any rank."""
+
+    def state(model: Any, optimizer: Any) -> dict[str, Any]:
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+    dcp.save(saved := state(model, optimizer), checkpoint_id=folder)
+    dcp.load(found := state(other, other_optimizer), checkpoint_id=folder)
+    pairs = {name: (found["model"][name], value) for name, value in saved["model"].items()}
+    for name, kinds in saved["optimizer"]["state"].items():
+        pairs |= {f"{name} {kind}": (found["optimizer"]["state"][name][kind], v) for kind, v in kinds.items()}
+    differences = {name: (local(a).double() - local(b).double()).abs().max().item() for name, (a, b) in pairs.items()}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, differences)
+    return {name: largest for name in pairs if (largest := max(found[name] for found in of_all)) > 0}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -104,17 +154,16 @@ def distance(found: Gradients, expected: Gradients) -> float:
     return (error / sum(g.square().sum() for g in expected.values())).sqrt().item()
 
 
-def check(config: Any, layout: dict[str, int], folder: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cuda", tuple(layout.values()), mesh_dim_names=tuple(layout))
+def check(config: Any, layout: dict[str, int], folder: Path, resume: bool, skewed: bool) -> dict[str, Any]:
     ranks = layout.get("fsdp", 1) * layout.get("dp_replicate", 1)
     vocabulary = config.get_text_config().vocab_size
-    exact = build(config, torch.float32, folder / "float32")
+    exact = build(config, torch.float32, folder / "float32", skewed)
     losses, expected = reference(exact, *batch(vocabulary, ranks), ranks)
-    loss, found, rank = compiled(config, torch.float32, folder / "float32", mesh)
+    loss, found, rank, changed = compiled(config, torch.float32, folder / "float32", layout, resume)
     error, name = worst(found, expected)
-    rounded = build(config, torch.bfloat16, folder / "bf16")
+    rounded = build(config, torch.bfloat16, folder / "bf16", skewed)
     _, single = reference(rounded, *batch(vocabulary, ranks), ranks)
-    _, ours, _ = compiled(config, torch.bfloat16, folder / "bf16", mesh)
+    _, ours, _, _ = compiled(config, torch.bfloat16, folder / "bf16", layout, False)
     single_error, our_error = distance(single, expected), distance(ours, expected)
     return {
         "float32 loss error": abs(loss - losses[rank]) / abs(losses[rank]),
@@ -122,7 +171,8 @@ def check(config: Any, layout: dict[str, int], folder: Path) -> dict[str, Any]:
         "of": name,
         "bf16 single-process error": single_error,
         "bf16 ndcompile error": our_error,
-        "ok": bool(error < 1e-5 and our_error < 2 * single_error),
+        "changed by a checkpoint": changed,
+        "ok": bool(error < 1e-5 and our_error < 2 * single_error and not changed),
     }
 
 
@@ -131,6 +181,8 @@ def main() -> None:
     parser.add_argument("configs", type=Path)
     parser.add_argument("--types", nargs="*", help="model types; default: all configs in the folder")
     parser.add_argument("--layouts", nargs="+", default=["fsdp=2", "tp=2"])
+    parser.add_argument("--resume", action="store_true", help="also check a round trip through a checkpoint")
+    parser.add_argument("--skewed", action="store_true", help="route all tokens to the first four experts")
     parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -146,12 +198,12 @@ def main() -> None:
         for text in args.layouts:
             layout = {n: int(s) for n, s in (part.split("=") for part in text.split(","))}
             try:
-                result = check(config, layout, args.work / path.stem)
+                result = check(config, layout, args.work / path.stem, args.resume, args.skewed)
             except ndcompile.NdcompileError as error:
                 result = {"ok": False, "refused": str(error)[:300]}
             failed += not result["ok"]
             if dist.get_rank() == 0:
-                line = json.dumps({"model": path.stem, "layout": text} | result)
+                line = json.dumps({"model": path.stem, "layout": text, "skewed": args.skewed} | result)
                 print(line, flush=True)
                 if args.out:
                     with args.out.open("a") as out:

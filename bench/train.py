@@ -149,7 +149,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
-    result: dict[str, Any] = {"case": args.case, "load_s": round(time.perf_counter() - start, 2)}
+    asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
+    result: dict[str, Any] = {
+        "case": args.case,
+        **asked,
+        "layers": args.layers,
+        "batch": args.batch,
+        "load_s": round(time.perf_counter() - start, 2),
+    }
     data_ranks = sizes.get("fsdp", 1)
     generator = torch.Generator().manual_seed(dist.get_rank() // (dist.get_world_size() // data_ranks))
     vocabulary = config(args.model, args.layers).vocab_size
