@@ -194,6 +194,7 @@ class CompiledModel:
         stage("running the passes")
         run_passes(captured, self._pass_context(captured), self.disabled)
         stage(f"compiling with {self.backend}")
+        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
@@ -201,11 +202,10 @@ class CompiledModel:
                     f"Batch {call.batch} and sequence {call.sequence} need other collectives than the sizes before, so "
                     "this rank cannot run them alone. Call ndcompile.compile with dynamic=True."
                 )
-            run, graphs = lower(captured, self.backend)
+            run, graphs = compile()
         else:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
-            compile = partial(lower, captured, self.backend)
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
         return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
 
@@ -213,7 +213,7 @@ class CompiledModel:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         captured = capture(self.shadow, self.model, call, dynamic=self.dynamic is True)
         run_passes(captured, self._pass_context(captured), self.disabled)
-        return lower(captured, "aot_eager")[1]
+        return lower(captured, "aot_eager", alike=True)[1]
 
     def _pass_context(self, captured: Captured) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}

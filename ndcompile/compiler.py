@@ -77,7 +77,6 @@ def compile(
         copy_without_weights(model),
         mesh_sizes(mesh, ep),
         config,
-        fixed_sizes=dynamic is False,
         expert_capacity=expert_capacity,
     )
     compiled = CompiledModel(

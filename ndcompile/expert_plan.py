@@ -73,13 +73,12 @@ def plan_experts(
     ep_styles: Mapping[str, str],
     sizes: Mapping[str, int],
     implementation: str,
-    fixed_sizes: bool,
     capacity: float | None,
 ) -> tuple[ExpertPlan, ...]:
     """One ExpertPlan a MoE layer, in the model's order.
 
-    implementation: `ep_implementation` of the config. fixed_sizes: all ranks have the same number of tokens at every
-    call. capacity: rows that a rank may send to another, as a multiple of tokens x top_k / ep; inf is the worst case.
+    implementation: `ep_implementation` of the config. capacity: rows that a rank may send to another, as a multiple of
+    tokens x top_k / ep; inf is the worst case.
 
     Raises PlanError for an exchange that the layout cannot have.
     """
@@ -92,7 +91,7 @@ def plan_experts(
         )
     if implementation not in (*EXCHANGES, "auto"):
         raise PlanError(f"ep_implementation={implementation!r} is not supported. Use one of {('auto', *EXCHANGES)}.")
-    exchange, reason = _choose(_top_k(model), sizes, implementation, fixed_sizes)
+    exchange, reason = _choose(_top_k(model), sizes, implementation)
     return tuple(
         ExpertPlan(fqn, module.num_experts, sizes["ep"], exchange, reason, capacity)
         for fqn, module in model.named_modules()
@@ -100,8 +99,11 @@ def plan_experts(
     )
 
 
-def _choose(top_k: int | None, sizes: Mapping[str, int], asked: str, fixed_sizes: bool) -> tuple[str, str]:
-    """The exchange and the reason. Masking moves every token once to every rank, all-to-all top_k times to one rank."""
+def _choose(top_k: int | None, sizes: Mapping[str, int], asked: str) -> tuple[str, str]:
+    """The exchange and the reason. Masking moves every token once to every rank, all-to-all top_k times to one rank.
+
+    Where batches differ, all-to-all was the faster one even at ep=4 and top_k=8, and kept less (README, "Speed").
+    """
     ep, shares_batch = sizes["ep"], sizes["ep"] == sizes["tp"]
     if asked == ALL_REDUCE and ep > 1 and not shares_batch:
         raise PlanError(
@@ -116,9 +118,7 @@ def _choose(top_k: int | None, sizes: Mapping[str, int], asked: str, fixed_sizes
         return ALL_TO_ALL, f"a token meets top_k={top_k} of ep={ep} ranks"
     if shares_batch:
         return ALL_REDUCE, f"one batch on all ranks, and ep={ep} <= top_k={top_k}: summing moves less"
-    if fixed_sizes:
-        return ALL_GATHER, f"dynamic=False, and ep={ep} <= top_k={top_k}: gathering moves less"
-    return ALL_TO_ALL, "ranks may have different numbers of tokens (dynamic=False promises that they do not)"
+    return ALL_TO_ALL, "ranks have batches of their own, which gathering would put on every rank"
 
 
 def _top_k(model: PreTrainedModel) -> int | None:

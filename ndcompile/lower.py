@@ -16,20 +16,27 @@ from ndcompile.torch_private import (
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
+    launch_empty_grids,
     select_decomp_table,
     tracing,
 )
 
 BACKENDS = ("inductor", "aot_eager")
 
+KERNELS_ALIKE = {"deterministic": True}
+"""Inductor chooses the order of sums by formula, not by timing candidates: two ranks that time them choose differently,
+and what both compute, such as the gradient of a norm on all tp ranks or a router's choice of experts, drifts apart."""
+
 Compiled = Callable[..., Sequence[Tensor]]
 
 
-def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
+def lower(captured: Captured, backend: str, alike: bool) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
-    `aot_eager` runs the same partitioned graphs without inductor. Lowering needs the autocast state of the
-    capture: it is here that casts become nodes. The compiled graphs, backward included, then run without autocast.
+    alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
+
+    `aot_eager` runs the same partitioned graphs without inductor. Lowering needs the autocast state of the capture: it
+    is here that casts become nodes. The compiled graphs, backward included, then run without autocast.
     """
     module = captured.module
     module.recompile()
@@ -38,9 +45,10 @@ def lower(captured: Captured, backend: str) -> tuple[Compiled, Partitioner]:
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
         if backend == "inductor":
+            launch_empty_grids()
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
-            compiled: Any = compile_fx(module, fakes)
+            compiled: Any = compile_fx(module, fakes, config_patches=KERNELS_ALIKE if alike else None)
             return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,

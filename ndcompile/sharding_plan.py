@@ -114,20 +114,19 @@ def build_plan(
     sizes: Mapping[str, int],
     config: DistributedConfig,
     *,
-    fixed_sizes: bool = False,
     expert_capacity: float | None = None,
 ) -> ShardingPlan:
     """Resolve transformers' TP, EP and FSDP plans for `model` on axes of `sizes` (see `mesh.mesh_sizes`).
 
     Pass a copy of the model: transformers merges overrides into its `_tp_plan` and `_fsdp_plan`.
-    fixed_sizes: all ranks have the same number of tokens. expert_capacity: see `expert_plan.plan_experts`.
+    expert_capacity: see `expert_plan.plan_experts`.
 
     Raises PlanError for a missing plan, unknown styles or keys, tied parameters with two placements, and sizes that tp
     or ep cannot divide.
     """
     sizes = {"ep": 1, **sizes}
     tp_styles, ep_styles, fsdp_styles = _resolve(model, sizes, config)
-    experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, fixed_sizes, expert_capacity)
+    experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, expert_capacity)
     names = _parameter_names(model)
     parameters = tuple(
         _plan_expert(parameter, fqns, fsdp_styles, sizes)

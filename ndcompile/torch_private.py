@@ -20,6 +20,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime import triton_heuristics
 from torch._subclasses import FakeTensorMode
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -69,6 +70,31 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
+def two_dimensional_grid(columns: int, rows: int) -> tuple[int, int, int]:
+    """How many blocks of one element inductor launches for a kernel over `columns` x `rows`."""
+    grid = triton_heuristics.Grid2DWithYZOverflow({}, "python")
+    grid.generate({"XBLOCK": 1, "YBLOCK": 1})
+    return grid.eval_slow({"xnumel": columns, "ynumel": rows})
+
+
+def launch_empty_grids() -> None:
+    """Let inductor's kernels run over tensors without rows, which experts without tokens have.
+
+    torch 2.11 divides by zero when it launches a two-dimensional kernel over no rows; torch 2.13 has this guard.
+    """
+    kind = triton_heuristics.Grid2DWithYZOverflow
+    generate = kind.generate
+
+    def guarded(grid: triton_heuristics.Grid2DWithYZOverflow, meta: dict[str, int]) -> None:
+        generate(grid, meta)
+        grid.y_grid = f"(0 if y_grid_div_ == 0 else {grid.y_grid})"
+
+    try:
+        two_dimensional_grid(columns=1, rows=0)
+    except ZeroDivisionError:
+        kind.generate = guarded  # type: ignore[method-assign, assignment]
+
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "NO_OFFSETS",
@@ -86,6 +112,7 @@ __all__ = [
     "default_group",
     "default_store",
     "get_hash_for_files",
+    "launch_empty_grids",
     "make_boxed_func",
     "make_fx",
     "min_cut_rematerialization_partition",
@@ -93,5 +120,6 @@ __all__ = [
     "resolve_process_group",
     "select_decomp_table",
     "tracing",
+    "two_dimensional_grid",
     "unregister_process_group",
 ]

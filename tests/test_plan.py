@@ -188,8 +188,7 @@ def test_padding_between_nested_shards_is_counted():
     ("fsdp", "tp", "ep", "options", "exchange", "reason"),
     [
         (4, 1, 4, {}, "all_to_all", "a token meets top_k=2 of ep=4 ranks"),
-        (2, 1, 2, {}, "all_to_all", "ranks may have different numbers of tokens"),
-        (2, 1, 2, {"fixed_sizes": True}, "all_gather", "dynamic=False, and ep=2 <= top_k=2"),
+        (2, 1, 2, {}, "all_to_all", "ranks have batches of their own"),
         (1, 2, 2, {}, "all_reduce", "one batch on all ranks, and ep=2 <= top_k=2"),
         (1, 4, 4, {}, "all_to_all", "a token meets top_k=2 of ep=4 ranks"),
         (4, 1, 4, {"expert_capacity": 1.5}, "capacity", "asked for"),
