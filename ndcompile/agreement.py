@@ -42,13 +42,16 @@ class Agreement:
         self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
         self.captures = 0
 
-    def exchange(self, key: str, value: Any) -> list[Any]:
-        """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come."""
+    def exchange(self, key: str, value: Any, timeout: timedelta | None = None) -> list[Any]:
+        """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come.
+
+        timeout: how long to wait for them, `self.timeout` by default.
+        """
         if self.alone:
             return [json.loads(json.dumps(value))]
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.world)]
-        self._wait(keys, key)
+        self._wait(keys, key, timeout or self.timeout)
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     @contextmanager
@@ -73,18 +76,20 @@ class Agreement:
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, default_store())
 
-    def _wait(self, keys: Sequence[str], exchange: str) -> None:
+    def _wait(self, keys: Sequence[str], exchange: str, timeout: timedelta) -> None:
         """Poll: a blocking wait could not notice that a rank failed."""
-        deadline, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
         failed = f"{exchange.partition('/')[0]}/failed"
         while not self._store.check(list(keys)):
             # Again the keys: a rank that had them all may have failed since, for what all ranks will see.
             if self._store.check([failed]) and not self._store.check(list(keys)):
                 raise AgreementError(f"Rank {self.rank} stops, as {self._store.get(failed).decode()}")
+            if (reason := self.peer_gave_up()) is not None:
+                raise AgreementError(f"Rank {self.rank} stops, as a rank gave up: {reason}")
             if time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(keys) if not self._store.check([name])]
                 reason = (
-                    f"Rank {self.rank} waited {self.timeout} for ranks {missing} to reach {exchange!r}: they did not "
+                    f"Rank {self.rank} waited {timeout} for ranks {missing} to reach {exchange!r}: they did not "
                     "make this call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), "
                     "with the same arguments, in the same order."
                 )

@@ -44,6 +44,7 @@ from ndcompile.refusals import refuse_inner_calls, refuse_methods
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
+from ndcompile.together import together
 
 
 @dataclass
@@ -103,12 +104,11 @@ class CompiledModel:
         """Read this rank's slices and the buffers; see `ndcompile.load`."""
         targets = self._targets()
         self.loads += 1
-        with self.agreement.step(name := f"load{self.loads}"):
-            peers = None if verify is None else Peers.of(self.agreement, name)
-            report = load_into(
-                self.shadow.module, targets, source, progress=dist.get_rank() == 0, strict=strict, verify=peers
-            )
-        self.agreement.exchange(f"{name}/done", True)
+        self.agreement.exchange(f"{(name := f'load{self.loads}')}/begin", True)
+        peers = None if verify is None else Peers.of(self.agreement, name)
+        read = partial(load_into, self.shadow.module, targets, source, strict=strict, verify=peers)
+        with self.agreement.step(name):
+            report = together(self.agreement, f"{name}/done", lambda stopped: read(progress=dist.get_rank() == 0))
         self.store.half_loaded = False
         return report
 

@@ -7,15 +7,11 @@ computed of whole tensors, the first puts the folder in place.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,22 +30,17 @@ from ndcompile.checkpoint.writing import execute, plan_write
 from ndcompile.errors import AgreementError, NdcompileError
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.progress import transfer_progress
+from ndcompile.together import Work, patience, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ndcompile.compiled_model import CompiledModel
 
-SILENCE = timedelta(seconds=30)
-"""How long a rank that began to save may be silent. It reports every few seconds while it writes: then it is dead."""
 _STOPPING = timedelta(seconds=15)
 """How long the other ranks need, after a fault, to end the call to the system that they are in."""
-_LONGEST_PAUSE = 2.0
 
 _logger = logging.getLogger("ndcompile.checkpoint")
-
-Work = Callable[[Callable[[], bool]], object]
-"""What a rank does in a phase; it asks its argument whether to stop."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +131,16 @@ def _run_phases(compiled: CompiledModel, name: str, job: _Job, state: _State, va
     agreement, rank = compiled.agreement, dist.get_rank()
     token = agreement.exchange(f"{name}/begin", secrets.token_hex(4))[0]
     staging = state.staging = Staging.of(state.folder, token)
-    with _patience(agreement, SILENCE):
+    with patience(agreement):
         agreement.same(f"{name}/plan", job.lines(state.folder), "what they save, and where")
         state.reached = "creating files"
-        _together(agreement, f"{name}/stage", _first(rank, lambda: stage(staging, job.files, job.scratch_bytes)))
+        together(agreement, f"{name}/stage", _first(rank, lambda: stage(staging, job.files, job.scratch_bytes)))
         state.reached = "writing"
         written = _write(compiled, name, job, staging)
         state.reached = "computing keys"
         _compute(compiled, name, job, staging)
         state.reached = _PUBLISHING
-        _together(agreement, f"{name}/publish", _first(rank, lambda: _finish(compiled, job, staging, variant)))
+        together(agreement, f"{name}/publish", _first(rank, lambda: _finish(compiled, job, staging, variant)))
     return written
 
 
@@ -160,7 +151,7 @@ def _is_to_remove(agreement: Agreement, name: str) -> bool:
     """
     try:
         if agreement.peer_gave_up() is None:
-            with _patience(agreement, _STOPPING):
+            with patience(agreement, _STOPPING):
                 agreement.exchange(f"{name}-stopped/all", True)
             return agreement.rank == 0
     except (AgreementError, dist.DistError):
@@ -191,7 +182,7 @@ def _write(compiled: CompiledModel, name: str, job: _Job, staging: Staging) -> i
     writes = list(rank_writes(sources, job.destinations, job.files, staging.path, scratch))
     total = sum(write.nbytes for write in writes)
     with transfer_progress("Saving weights", total, enabled=rank == 0) as advance:
-        _together(compiled.agreement, f"{name}/write", lambda stopped: execute(writes, advance, stopped))
+        together(compiled.agreement, f"{name}/write", lambda stopped: execute(writes, advance, stopped))
     return total
 
 
@@ -221,7 +212,7 @@ def _compute(compiled: CompiledModel, name: str, job: _Job, staging: Staging) ->
                 writes.append(plan_write(staging.path / file, offset, value.shape, (0,) * value.ndim, value))
             execute(writes, lambda nbytes: None, stopped)
 
-    _together(compiled.agreement, f"{name}/compute", work)
+    together(compiled.agreement, f"{name}/compute", work)
 
 
 def _finish(compiled: CompiledModel, job: _Job, staging: Staging, variant: str | None) -> None:
@@ -236,40 +227,6 @@ def _read(path: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(path), shared=False, size=shape.numel(), dtype=dtype).reshape(shape)
 
 
-def _first(rank: int, work: Callable[[], None]) -> Work:
+def _first(rank: int, work: Callable[[], None]) -> Work[None]:
     """`work` on the first rank, nothing on the others."""
     return (lambda stopped: work()) if rank == 0 else (lambda stopped: None)
-
-
-def _together(agreement: Agreement, name: str, work: Work) -> None:
-    """Do `work` in a thread, while this one tells the other ranks that it is alive; return when all are done.
-
-    A rank that fails, or is silent for the agreement's time-out, ends the work of all.
-    """
-    stop = threading.Event()
-    with ThreadPoolExecutor(1, thread_name_prefix="ndcompile-save") as pool:
-        future = pool.submit(work, stop.is_set)
-        try:
-            pause = 0.002
-            for number in itertools.count():
-                wait([future], timeout=pause)
-                done = future.done()
-                if done:
-                    future.result()
-                if all(agreement.exchange(f"{name}/{number}", done)):
-                    return
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        except BaseException:
-            stop.set()
-            raise
-
-
-@contextmanager
-def _patience(agreement: Agreement, limit: timedelta) -> Iterator[None]:
-    """While active, ranks wait no longer than `limit` for each other."""
-    before = agreement.timeout
-    agreement.timeout = min(before, limit)
-    try:
-        yield
-    finally:
-        agreement.timeout = before

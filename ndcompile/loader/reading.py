@@ -213,7 +213,8 @@ def _is_row_major(read: Read) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): a lone element may have any stride and still count as contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _skips_gaps(run: int, outer: Sequence[tuple[int, int, int]]) -> bool:

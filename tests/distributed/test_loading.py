@@ -3,7 +3,9 @@
 import os
 import re
 import shutil
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import models
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
+from pool import Pool, RankTimeout
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -104,6 +107,33 @@ def test_a_file_that_shrinks_on_one_rank_ends_the_load_on_all(ranks, checkpoint,
         assert re.search(r"2/model.safetensors (ends at byte|was changed)", message)
         assert rank == 2 or "rank 2: CheckpointError" in message
         assert seconds < 30
+
+
+def _load_and_die(folder, notes):
+    """Rank 3 is killed while it reads; the others note their error."""
+    model = workers.compiled("llama", FSDP4, None, MOE)
+    ndcompile.set_agreement_timeout(model, timedelta(seconds=5))
+    if dist.get_rank() == 3:
+        reading._fills_directly = lambda read: os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        ndcompile.load(model, folder)
+    except ndcompile.AgreementError as error:
+        Path(notes, str(dist.get_rank())).write_text(f"{time.monotonic() - start:.0f} s {error}")
+
+
+def test_a_rank_that_is_killed_ends_the_load_of_the_others(checkpoint, tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    pool = Pool(4, tmp_path)
+    try:
+        with pytest.raises(RankTimeout, match="rank 3 died"):
+            pool(_load_and_die, checkpoint("llama", **MOE), str(notes))
+    finally:
+        pool.stop()
+    assert sorted(os.listdir(notes)) == ["0", "1", "2"]
+    for note in notes.iterdir():
+        assert re.match(r"[5-9] s .* waited 0:00:05 for ranks \[3\] to reach 'load1/done/", note.read_text())
 
 
 def _forward_after_a_failed_load(folder, empty):
