@@ -24,7 +24,7 @@ Work = Callable[[Callable[[], bool]], T]
 def together(agreement: Agreement, name: str, work: Work[T]) -> T:
     """Do `work` in a thread, while this one tells the other ranks that it is alive; return when all are done.
 
-    A rank that fails, or is silent for `SILENCE`, ends the work of all: AgreementError on the others. Ranks begin at the
+    A rank that fails, or is silent for `SILENCE`, ends the work of all: AgreementError on the others. All begin at the
     same time. `work` may have exchanges of its own.
     """
     limit = min(SILENCE, agreement.timeout)
