@@ -22,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
 )
@@ -51,6 +52,11 @@ try:
     """How torch asks a packed placement for a size alone."""
 except ImportError:  # torch 2.11 always asks for an offset too
     NO_OFFSETS = object()
+
+
+def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh as rank 0 sees it, of which only names and shape can be asked: it has no process groups."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
 @contextmanager
@@ -115,6 +121,7 @@ __all__ = [
     "launch_empty_grids",
     "make_boxed_func",
     "make_fx",
+    "mesh_without_groups",
     "min_cut_rematerialization_partition",
     "register_process_group",
     "resolve_process_group",

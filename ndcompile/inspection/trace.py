@@ -1,0 +1,189 @@
+"""A training step of rank 0 as graphs, for any mesh: no weights, no other ranks, no process group.
+
+The files that compile a model are used as they are, from the plan to the partitioned graphs. Only the mesh is made by
+hand: tracing asks the functional collectives for shapes, and these need the sizes of groups, not the groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.call import bind
+from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
+from ndcompile.dump import dump
+from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
+from ndcompile.inspection.routing import even_rows
+from ndcompile.loader.layouts import storage_axes
+from ndcompile.lower import lower
+from ndcompile.mesh import FUSED, Axis, StorageMesh
+from ndcompile.pass_context import PassContext
+from ndcompile.pipeline import run_passes
+from ndcompile.sharding_plan import ShardingPlan, build_plan
+from ndcompile.signature import checkpointed_layers
+from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
+
+
+@dataclass(frozen=True)
+class NodeLine:
+    """A node as it stood at some time. text: as `dump` prints it; operator: short name, "" for inputs and outputs."""
+
+    name: str
+    operator: str
+    module: str
+    text: str
+
+
+@dataclass(frozen=True)
+class PassView:
+    """The graph as the pass `name` left it; "captured" is the graph before all passes."""
+
+    name: str
+    lines: tuple[NodeLine, ...]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A training step (forward and backward) of rank 0.
+
+    plan: of the whole model. mesh: without process groups. captured: the graph behind the passes. forward, backward:
+    the lowered graphs that AOTAutograd's partition made of it; every `call_function` node has `meta["val"]` and, as
+    `meta["custom"]["module"]`, the module that it belongs to. passes: the captured graph first, then as each pass left
+    it. stack: which layers the graphs hold and how many each stands for.
+    rows: symbols of sizes that depend on routing -> what even routing would make them.
+    """
+
+    plan: ShardingPlan
+    mesh: StorageMesh
+    captured: Captured
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    passes: tuple[PassView, ...]
+    stack: LayerStack
+    rows: Mapping[Any, int]
+
+    @cached_property
+    def groups(self) -> dict[str, str]:
+        """Name of a process group, as collective nodes carry it -> name of its axis."""
+        return {axis.group: name for name, axis in self.mesh.axes.items()}
+
+    def times(self, node: fx.Node) -> int:
+        """How many nodes of the whole model a node of a graph stands for: layers that are alike are traced once."""
+        return self.stack.count(module_of(node))
+
+    def size(self, value: Any) -> int:
+        """A size as a number; sizes that depend on routing as even routing would make them."""
+        if isinstance(value, int):
+            return value
+        return int(value.node.expr.subs(self.rows))
+
+    def nbytes(self, value: Tensor) -> int:
+        """Bytes of a (fake) tensor."""
+        return math.prod(self.size(length) for length in value.shape) * value.dtype.itemsize
+
+
+def module_of(node: fx.Node) -> str:
+    """FQN of the module that a node belongs to; "" for the model itself and for inputs."""
+    return (node.meta.get("custom") or {}).get("module", "")
+
+
+def trace(
+    model: PreTrainedModel,
+    sizes: Mapping[str, int],
+    config: DistributedConfig,
+    *,
+    batch_size: int = 1,
+    seq_len: int = 4096,
+    expert_capacity: float | None = None,
+    disabled: Collection[str] = (),
+    whole: bool = False,
+) -> Traced:
+    """Trace a training step of `batch_size` sequences of `seq_len` tokens on a mesh of `sizes`.
+
+    model: on meta or with weights; it is left as it is. sizes: dp_replicate, fsdp, tp and ep, the number of expert
+    shards. whole: trace every layer, even where layers are alike.
+
+    Works with and without a running process group, and starts none. Raises PlanError and CaptureError as
+    `ndcompile.compile` and the first call do.
+    """
+    copied = copy_without_weights(model).train()
+    plan = build_plan(copy_without_weights(model), sizes, config, expert_capacity=expert_capacity)
+    stack = stack_of(copied, plan, whole)
+    keep_traced(copied, stack)
+    part, mesh = traced_part(plan, stack), mesh_of_sizes(plan.sizes)
+    views: list[PassView] = []
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        ids = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
+        signature = inspect.signature(type(copied).forward.__get__(copied))
+        call = bind(signature, (), {"input_ids": ids, "labels": ids.clone()})
+        captured = capture(Shadow(copied, part, mesh), copied, call, dynamic=False)
+        dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
+        context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed_layers(copied))
+        groups = {axis.group: name for name, axis in mesh.axes.items()}
+        run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
+        graphs = lower(captured, "aot_eager", alike=True)[1]
+    assert graphs.forward is not None
+    assert graphs.backward is not None, "no parameter requires a gradient"
+    for graph in (graphs.forward.graph, graphs.backward.graph):
+        _name_sums(graph)
+    rows = MappingProxyType(even_rows(graphs.forward.graph))
+    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows)
+
+
+def mesh_of_sizes(sizes: Mapping[str, int]) -> StorageMesh:
+    """The storage mesh that rank 0 of a world of these sizes would see, without process groups, on the CPU.
+
+    Means are taken as NCCL takes them, in the collective.
+    """
+    shape = storage_axes(sizes)
+    rest = max(sizes["ep"] // sizes["tp"], 1)
+    ranks = torch.arange(shape.ranks).reshape(sizes["dp_replicate"], sizes["fsdp"] // rest, rest, sizes["tp"])
+    ranks = ranks.permute(0, 3, 2, 1).reshape(shape.sizes)
+    present = {name: size for name, size in zip(shape.names, shape.sizes, strict=True) if size > 1}
+    for fused, pair in FUSED.items() if sizes["ep"] > 1 else ():
+        parts = [present[part] for part in pair if part in present]
+        if parts:
+            present[fused] = math.prod(parts)
+    two = "tp" in present and "ep_rest" in present
+    axes = {
+        name: Axis(name, size, 0, f"plan.{name}", name == "ep" and two and not CAN_KEEP_RANK_ORDER)
+        for name, size in present.items()
+    }
+    return StorageMesh("plan", mesh_without_groups("cpu", ranks, shape.names), MappingProxyType(axes), "nccl")
+
+
+def _view(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> PassView:
+    lines = zip(graph.nodes, dump(graph, groups).splitlines(), strict=True)
+    return PassView(name, tuple(NodeLine(n.name, operator_of(n), module_of(n), text) for n, text in lines))
+
+
+def operator_of(node: fx.Node) -> str:
+    """Short name of what a node calls; "" for inputs and outputs."""
+    if node.op != "call_function":
+        return ""
+    target: Any = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _name_sums(graph: fx.Graph) -> None:
+    """Give the sums of gradients, which autograd makes outside of any module, the module of their last operand."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op == "call_function" and "module" not in (node.meta.get("custom") or {}):
+            named = [source for source in node.all_input_nodes if source.op == "call_function"]
+            last = max(named, key=order.__getitem__, default=None)
+            custom = {"module": module_of(last) if last is not None else ""}
+            node.meta["custom"] = (node.meta.get("custom") or {}) | custom
