@@ -106,9 +106,10 @@ class CompiledModel:
         self.loads += 1
         self.agreement.exchange(f"{(name := f'load{self.loads}')}/begin", True)
         peers = None if verify is None else Peers.of(self.agreement, name)
+        show = dist.get_rank() == 0
         read = partial(load_into, self.shadow.module, targets, source, strict=strict, verify=peers)
         with self.agreement.step(name):
-            report = together(self.agreement, f"{name}/done", lambda stopped: read(progress=dist.get_rank() == 0))
+            report = together(self.agreement, f"{name}/done", lambda stopped: read(progress=show, stopped=stopped))
         self.store.half_loaded = False
         return report
 

@@ -11,10 +11,13 @@ from datetime import timedelta
 from typing import TypeVar
 
 from ndcompile.agreement import Agreement
+from ndcompile.errors import AgreementError
 
 SILENCE = timedelta(seconds=30)
 """How long a rank that began may be silent. It reports every few seconds while it works: then it is dead."""
 _LONGEST_PAUSE = 2.0
+_OWN_WORDS = 5.0
+"""Seconds that a rank has, after another one failed, to find the same fault."""
 
 T = TypeVar("T")
 Work = Callable[[Callable[[], bool]], T]
@@ -40,9 +43,14 @@ def together(agreement: Agreement, name: str, work: Work[T]) -> T:
                 if all(agreement.exchange(f"{name}/{number}", done, limit)):
                     return future.result()
                 pause = min(2 * pause, _LONGEST_PAUSE)
-        except BaseException:
-            stop.set()
+        except AgreementError:
+            # A fault that all ranks find is told by each in its own words.
+            wait([future], timeout=_OWN_WORDS)
+            if future.done():
+                future.result()
             raise
+        finally:
+            stop.set()
     raise AssertionError("unreachable")
 
 

@@ -52,6 +52,7 @@ def load_into(
     progress: bool = False,
     strict: bool = True,
     verify: Peers | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> LoadReport:
     """Fill `targets`, this rank's tensors of `model`, from the safetensors checkpoint `source`, a folder or a Hub id.
 
@@ -67,7 +68,7 @@ def load_into(
     the FQN alone, so that every rank and mesh agrees. Missing and unexpected keys are logged once, on the rank at the
     origin of the mesh, worded as transformers words them. `progress` shows a bar if stderr is a terminal. With
     `verify`, all ranks compare checksums of what they hold with those of the files, which reads the checkpoint once
-    more, a part on each rank.
+    more, a part on each rank. `stopped` is asked between reads: once it is true the load is given up.
 
     Raises CheckpointError: no checkpoint, files missing, truncated or corrupt, keys missing, ambiguous or of another
     shape (all of them listed), quantized weights, a missing tensor that the model does not initialise.
@@ -84,7 +85,7 @@ def load_into(
     assignment, absence = match(model, targets, catalog, folder, strict=strict)
     # Before the transfer, because it raises for a tensor that the model gives no value.
     initialize_missing(model, assignment.missing)
-    bytes_read = _transfer(model, assignment, catalog, progress)
+    bytes_read = _transfer(model, assignment, catalog, progress, stopped)
     verified = 0 if verify is None else verify_checksums(model, assignment, catalog, verify)
     if _at_origin(targets):
         log_absence(model, folder, absence, _logger)
@@ -139,14 +140,26 @@ def _refuse_quantized(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def _transfer(model: PreTrainedModel, assignment: Assignment, catalog: Mapping[str, Entry], progress: bool) -> int:
+def _transfer(
+    model: PreTrainedModel,
+    assignment: Assignment,
+    catalog: Mapping[str, Entry],
+    progress: bool,
+    stopped: Callable[[], bool],
+) -> int:
     """Read everything that has a source; returns the bytes read."""
     reads = [read for source in assignment.sources for read in plan_reads(source.pieces, source.target.rectangles())]
     # A rank without a part of anything that a group makes (another's experts) need not read it.
     needed = [w for w in assignment.whole if any(target.tensor.numel() for target in w.filled.values())]
     grouped = sum(catalog[key].nbytes for whole in needed for key, _ in whole.group.sources)
     total = sum(read.nbytes for read in reads) + grouped
-    with transfer_progress("Loading weights", total, enabled=progress) as advance:
+    with transfer_progress("Loading weights", total, enabled=progress) as show:
+
+        def advance(nbytes: int) -> None:
+            if stopped():
+                raise CheckpointError("the load was stopped, as another rank failed")
+            show(nbytes)
+
         bytes_read = execute(reads, advance)
         for whole in needed:
             bytes_read += _fill_converted(model, whole, catalog, advance)
