@@ -1,0 +1,261 @@
+"""Seconds of the kernels of a lowered graph, from operations and bytes.
+
+A graph of AOTAutograd is not what runs: inductor fuses pointwise operators, reductions and gathers of rows. The
+assumption here is that it fuses all that it may: operators that are connected without a kernel of another kind (matrix
+product, attention, collective, sort) between them are one kernel, which reads each of its inputs once, writes what
+others use, and is bound by memory. It takes less than the real kernels where a row does not fit on the chip (a softmax
+over the vocabulary reads it twice). Views are free.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from ndcompile.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
+from ndcompile.inspection.rates import Rates
+from ndcompile.inspection.trace import module_of
+
+Size = Callable[[Any], int]
+"""A size of a fake tensor, which may be symbolic, as a number."""
+
+ATTENTION = "_scaled_dot_product_"
+GROUPED = "_grouped_mm"
+COLLECTIVES, WAIT = "_c10d_functional", "wait_tensor"
+ALONE = frozenset(
+    {
+        *("sort", "topk", "histc", "searchsorted", "repeat_interleave", "cumsum", "bincount", "nonzero"),
+        *("index_put", "scatter_add", "index_add", "embedding_dense_backward", "convolution", "convolution_backward"),
+    }
+)
+"""Operators that inductor leaves to a kernel of their own."""
+GATHERS = frozenset({"embedding", "gather", "index", "index_select"})
+"""Operators that read as many elements of their first input as they return, not all."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds of the nodes of one graph. A fused kernel's time is spread over its nodes.
+
+    flops: of matrix products and attention alone. Collectives, waits and views take no time here.
+    """
+
+    seconds: Mapping[fx.Node, float]
+    flops: Mapping[fx.Node, int]
+
+
+def kernels(graph: fx.Graph, rates: Rates, size: Size = int, filled: Mapping[str, float] | None = None) -> Kernels:
+    """Time every node of a lowered graph. filled: see `filled_rows`.
+
+    Raises ValueError for a dtype that `rates` does not know.
+    """
+    traffic = _Traffic(graph, size)
+    bandwidth = rates.memory_bandwidth * rates.memory_fraction
+    seconds = {node: nbytes / bandwidth for node, nbytes in traffic.by_node().items()}
+    counted = {node: count for node in graph.nodes if (count := flops(node, size, filled))}
+    for node, count in counted.items():
+        fraction = rates.attention_fraction if ATTENTION in name_of(node) else rates.matmul_fraction
+        # float8 and the like: what is multiplied decides, not what comes out
+        dtype = node.all_input_nodes[0].meta["val"].dtype
+        seconds[node] = max(seconds[node], count / (rates.peak(dtype) * fraction))
+    return Kernels(seconds, counted)
+
+
+def name_of(node: fx.Node) -> str:
+    """Short name of the operator that a node calls; "" for anything else."""
+    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == COLLECTIVES and target._opname != WAIT
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return name_of(node) == WAIT
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a node's value."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [part for part in value if isinstance(part, Tensor)] if isinstance(value, tuple | list) else []
+
+
+def bytes_of(value: Any, size: Size = int) -> int:
+    """Bytes of the tensors of a node's value."""
+    return sum(math.prod(map(size, t.shape)) * t.dtype.itemsize for t in tensors(value))
+
+
+def flops(node: fx.Node, size: Size = int, filled: Mapping[str, float] | None = None) -> int:
+    """Floating point operations of a matrix product or attention, by torch's formulas; 0 for other nodes.
+
+    Attention that is causal does half of it. Its backward multiplies five times, forward twice. filled: the part of the
+    rows of an experts module that its grouped products multiply; of others they multiply all.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    name = name_of(node)
+    if name.startswith(ATTENTION):
+        return _attention_flops(node, size)
+    formula = flop_registry.get(node.target.overloadpacket)
+    if formula is None and name != GROUPED:
+        return 0
+    given: Any = fx.map_arg((node.args, node.kwargs), lambda n: _plain(n.meta["val"], size))
+    args, kwargs = given
+    if formula is None:
+        return int(_grouped_flops(*args[:2]) * (filled or {}).get(module_of(node), 1.0))
+    return int(formula(*args, **kwargs, out_val=_plain(node.meta["val"], size)))
+
+
+def _attention_flops(node: fx.Node, size: Size) -> int:
+    """torch's own formula expects as many heads of keys as of queries."""
+    backward = name_of(node).endswith("backward")
+    query, key, value = (n.meta["val"] for n in node.args[backward : backward + 3])  # type: ignore[union-attr]
+    *outer, rows, width = map(size, query.shape)
+    columns, out = size(key.shape[-2]), size(value.shape[-1])
+    products = 3 * width + 2 * out if backward else width + out
+    count = 2 * math.prod(outer) * rows * columns * products
+    named = {argument.name: given for argument, given in zip(node.target._schema.arguments, node.args, strict=False)}  # type: ignore[union-attr]
+    return count // 2 if (named | node.kwargs).get("is_causal") else count
+
+
+def _grouped_flops(left: Tensor, right: Tensor) -> int:
+    """Rows of each group times the group's matrix, in all combinations of 2-D (rows of all groups) and 3-D."""
+    groups = left.shape[0] if left.ndim == 3 and right.ndim == 2 else 1
+    return 2 * left.numel() * right.shape[-1] // groups
+
+
+def filled_rows(experts: Sequence[ExpertPlan], top_k: int) -> dict[str, float]:
+    """FQN of each experts module -> the part of its rows that belong to its rank's experts, when each expert is chosen
+    equally often. An all-to-all brings no others; masked rows, and seats that nobody took, are not multiplied."""
+    return {plan.fqn: _filled(plan, top_k) for plan in experts}
+
+
+def _filled(plan: ExpertPlan, top_k: int) -> float:
+    if plan.exchange == ALL_TO_ALL:
+        return 1.0
+    if plan.exchange != CAPACITY or plan.capacity is None:
+        return 1.0 / plan.ep
+    seats = plan.ep * min(top_k, plan.local) / top_k  # of the worst case, in multiples of an even share
+    return min(1.0, 1.0 / min(plan.capacity, seats))
+
+
+def _plain(value: Any, size: Size) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty([size(length) for length in value.shape], dtype=value.dtype, device="meta")
+    return size(value) if isinstance(value, torch.SymInt) else value
+
+
+@dataclass
+class _Traffic:
+    """Bytes that the kernels of a graph read and write."""
+
+    graph: fx.Graph
+    size: Size
+    source: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def by_node(self) -> dict[fx.Node, float]:
+        """Bytes by node: of a fused kernel, spread over its nodes by the size of what they compute."""
+        self._fuse()
+        members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.parent:
+            members[self._find(node)].append(node)
+        shares: dict[fx.Node, float] = {}
+        for group in members.values():
+            total, weights = self._moved(group), [bytes_of(n.meta.get("val"), self.size) for n in group]
+            scale = total / (sum(weights) or 1)
+            shares |= {node: weight * scale for node, weight in zip(group, weights, strict=True)}
+        return shares
+
+    def _fuse(self) -> None:
+        """Join operators that can be one kernel. A level counts the kernels of other kinds on the way to a node, so
+        what is joined never waits for a kernel that waits for it."""
+        level: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            sources = [self.source[n] for n in node.all_input_nodes]
+            self.source[node] = sources[0] if _is_view(node) else node
+            level[node] = max((level[n] + (not _fuses(n)) for n in sources), default=0)
+            if not _runs(node):
+                continue
+            self.parent[node] = node
+            for source in sources if _fuses(node) else ():
+                if source in self.parent and _fuses(source) and level[source] == level[node]:
+                    self.parent[self._find(source)] = self._find(node)
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        while self.parent[node] is not node:
+            self.parent[node] = self.parent[self.parent[node]]
+            node = self.parent[node]
+        return node
+
+    def _moved(self, group: list[fx.Node]) -> int:
+        """Bytes that a kernel of these nodes reads and writes."""
+        inside = set(group)
+        read: dict[fx.Node, int] = defaultdict(int)
+        for node in group:
+            for used in node.all_input_nodes:
+                if (source := self.source[used]) not in inside and not _is_constant(source):
+                    read[source] = max(read[source], self._read(node, used))
+        outputs = [n for n in group if not _is_constant(n) and any(user not in inside for user in self._users(n))]
+        return sum(read.values()) + sum(bytes_of(n.meta.get("val"), self.size) for n in outputs)
+
+    def _read(self, node: fx.Node, used: fx.Node) -> int:
+        """Bytes of `used`, perhaps a view, that `node` reads. An expanded view has no more bytes than its source."""
+        value, source = (bytes_of(n.meta.get("val"), self.size) for n in (used, self.source[used]))
+        needed = min(value, source) if _is_view(used) else value
+        if name_of(node) in GATHERS and used is node.args[0]:
+            return min(needed, bytes_of(node.meta["val"], self.size))
+        return needed
+
+    def _users(self, node: fx.Node) -> Iterator[fx.Node]:
+        for user in node.users:
+            if _is_view(user):
+                yield from self._users(user)
+            else:
+                yield user
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether a node is a kernel on the device, or part of one."""
+    return bool(
+        node.op == "call_function" and tensors(node.meta.get("val")) and not _is_view(node) and not is_collective(node)
+    )
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of nothing, such as `full` or `iota`: kernels make it where they need it."""
+    return node.op == "call_function" and not node.all_input_nodes
+
+
+def _fuses(node: fx.Node) -> bool:
+    """Whether inductor may fuse a node with its neighbours. Inputs do not hinder."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    name = name_of(node)
+    apart = name in ALONE or name == GROUPED or name.startswith(ATTENTION) or target.overloadpacket in flop_registry
+    return not apart
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only names (part of) what another one holds; a wait and the parts of a tuple do too."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem or is_wait(node):
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or name_of(node) == "_unsafe_view")
