@@ -51,7 +51,8 @@ def compile(
         `fsdp_mixed_precision`. Defaults to `model.config.distributed_config`. Sizes come from the mesh; a config that
         asks for others is an error.
     checkpoint: folder of safetensors, or a Hub id, see `load`; each rank reads the bytes of its own slices.
-    backend: "inductor", or "aot_eager" to run the same graph without inductor.
+    backend: "inductor"; "aot_eager" to run the same graphs without inductor; "eager" to run the graph as the passes
+        left it, for debugging: what backward gathers again or recomputes is kept.
     dynamic: None captures the first sizes as they are, and with symbolic batch and sequence when they change; True
         starts symbolic; False captures every size anew.
     disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
@@ -104,8 +105,8 @@ def load(
     verify: "hash" compares checksums of what all ranks hold with those of the files, which reads the checkpoint once
         more, a part on each rank. A difference raises CheckpointError on every rank and names the tensor and the ranks.
 
-    Parameters keep their identity, so an optimizer may exist already. A rank that cannot load makes the others raise as
-    well.
+    Parameters keep their identity, so an optimizer may exist already. A rank that cannot load makes the others raise
+    too, and one that dies does within 30 seconds.
     """
     if verify not in (None, "hash"):
         raise ValueError(f'verify={verify!r} is unknown. Use "hash", or None for no checksums.')

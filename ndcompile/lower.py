@@ -21,7 +21,7 @@ from ndcompile.torch_private import (
     tracing,
 )
 
-BACKENDS = ("inductor", "aot_eager")
+BACKENDS = ("inductor", "aot_eager", "eager")
 
 KERNELS_ALIKE = {"deterministic": True}
 """Inductor chooses the order of sums by formula, not by timing candidates: two ranks that time them choose differently,
@@ -29,17 +29,23 @@ and what both compute, such as the gradient of a norm on all tp ranks or a route
 
 Compiled = Callable[..., Sequence[Tensor]]
 
+_AUTOCAST = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+"""Devices whose autocast a capture may run under."""
+
 
 def lower(captured: Captured, backend: str, alike: bool) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
     alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
 
-    `aot_eager` runs the same partitioned graphs without inductor. Lowering needs the autocast state of the capture: it
-    is here that casts become nodes. The compiled graphs, backward included, then run without autocast.
+    `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
+    the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
+    run without autocast.
     """
     module = captured.module
     module.recompile()
+    if backend == "eager":
+        return _as_captured(module), Partitioner()
     partitioner = Partitioner(partition_tags(module.graph))
     fakes = [node.meta["val"] for node in captured.placeholders]
     with ExitStack() as stack:
@@ -60,10 +66,23 @@ def lower(captured: Captured, backend: str, alike: bool) -> tuple[Compiled, Part
         return compiler(module, fakes), partitioner
 
 
+def _as_captured(module: fx.GraphModule) -> Compiled:
+    """The graph under the autocast state of now: without AOTAutograd casts are no nodes."""
+    states = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST]
+
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        with ExitStack() as stack:
+            for device, enabled, dtype in states:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            return module(*inputs)
+
+    return run
+
+
 def no_autocast() -> ExitStack:
     """Context with autocast off on every device that has it on."""
     stack = ExitStack()
-    for device in ("cpu", "cuda"):
+    for device in _AUTOCAST:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack

@@ -72,7 +72,8 @@ class Runner:
         return f"{worst:.1e}{mark}"
 
     def _over(self, case: Case, limit: float) -> dict[str, float]:
-        results = self._pool(case.layout)(compare, case, self._checkpoint(case))
+        lowered = replace(case, options={"backend": "aot_eager"} | case.options)
+        results = self._pool(case.layout)(compare, lowered, self._checkpoint(case))
         errors: dict[str, float] = {}
         for result in results:
             for name, value in result.exceeding(-1.0).items():

@@ -150,10 +150,11 @@ def test_empty_input_is_refused(model):
         model(input_ids=IDS[:0])
 
 
-def test_autocast_is_honoured_and_the_backward_may_run_under_it():
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_autocast_is_honoured_and_the_backward_may_run_under_it(backend):
     """Not recommended by torch, but what scripts do."""
     plain, model = models.build("llama", **ONE), models.build("llama", **ONE)
-    ndcompile.compile(model, backend="aot_eager")
+    ndcompile.compile(model, backend=backend)
     for each in (plain, model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = each(input_ids=IDS, labels=LABELS)

@@ -17,7 +17,7 @@ ATTENTION = {"resid_pdrop": 0.0, "attention_dropout": 0.1}
 def _hidden_states(checkpoint, overrides):
     """Hidden states of two steps on one input, alike on all ranks."""
     torch.manual_seed(dist.get_rank())  # generators that differ must not matter
-    model = workers.compiled("phi3", FSDP2_TP2, checkpoint, ONE | overrides)
+    model = workers.compiled("phi3", FSDP2_TP2, checkpoint, ONE | overrides, backend="aot_eager")
     ids = models.token_ids(2, 16)
     with torch.no_grad():
         steps = [model(input_ids=ids, output_hidden_states=True).hidden_states for _ in range(2)]

@@ -26,7 +26,8 @@ HOST_READS = (torch.ops.ndcompile.checked_splits.default,)
 
 def _model(layout: Layout, layers: int, implementation: str = "all_to_all") -> PreTrainedModel:
     config = {"ep_implementation": implementation}
-    return workers.compiled("qwen3_moe", layout, None, {"num_hidden_layers": layers}, distributed_config=config)
+    options = {"backend": "aot_eager", "distributed_config": config}
+    return workers.compiled("qwen3_moe", layout, None, {"num_hidden_layers": layers}, **options)
 
 
 def _lowered(model: PreTrainedModel) -> Partitioner | None:

@@ -40,7 +40,7 @@ def _compiled(kind, layout, implementation="auto", **options):
     config = sizes | {"tp_plan": {}, "ep_plan": plan, "fsdp_plan": fsdp, "ep_implementation": implementation}
     model = routed_model.build(kind)
     return ndcompile.compile(
-        model, workers.mesh(layout), distributed_config=config, backend="aot_eager", dynamic=True, **options
+        model, workers.mesh(layout), distributed_config=config, backend="eager", dynamic=True, **options
     )
 
 
@@ -79,7 +79,6 @@ EXACT = {"expert_capacity": math.inf}
 @pytest.mark.parametrize(
     ("implementation", "layout", "options"),
     [
-        ("all_to_all", EP2, {}),
         ("all_to_all", TP2_EP2, {}),
         ("all_gather", TP2_EP2, {}),
         ("all_reduce", TP2, {}),

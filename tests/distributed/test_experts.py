@@ -31,7 +31,8 @@ CASES = [
 @pytest.mark.parametrize(("model", "layout", "layers"), CASES)
 def test_one_training_step(world, checkpoint, model, layout, layers):
     overrides = {"num_hidden_layers": layers}
-    case = Case(model, layout, padding=True, ragged=True, step=True, overrides=overrides)
+    options = {"backend": "aot_eager"}
+    case = Case(model, layout, padding=True, ragged=True, step=True, overrides=overrides, options=options)
     assert_parity(world(size(layout)), case, checkpoint(model, **overrides))
 
 
@@ -124,7 +125,7 @@ def _dtypes(checkpoint):
     """bf16 and autocast, forward and backward; and evaluation, whose logits the single-process model gives too."""
     ids = models.token_ids(2, 8, seed=dist.get_rank())
     plain = models.build("qwen3_moe", torch.bfloat16, **ONE)
-    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE, torch.bfloat16)
+    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE, torch.bfloat16, backend="aot_eager")
     losses = [m(input_ids=ids, labels=ids, use_cache=False).loss for m in (model, plain)]
     losses[0].backward()
     assert all(full(p.grad).isfinite().all() for p in model.parameters())
@@ -181,7 +182,7 @@ def test_the_environment_of_deepspeed_zero3_changes_nothing(ranks, checkpoint):
 
 
 def _recomputed(checkpoint):
-    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE)
+    model = workers.compiled("qwen3_moe", FSDP2_EP2, checkpoint, ONE, backend="aot_eager")
     ids = models.token_ids(2, 12, seed=ndcompile.data_rank(model))
     results = []
     for on in (False, True):

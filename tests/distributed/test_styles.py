@@ -20,7 +20,7 @@ def _compare(unit, layout, width=WIDTH, length=6, plan=None, options=None):
     model = copy.deepcopy(reference)
     config = DistributedConfig(tp_plan=UNITS[unit].plan if plan is None else plan, fsdp_plan={"": "free_full_weight"})
     model = ndcompile.compile(
-        model, workers.mesh(layout), distributed_config=config, backend="aot_eager", **(options or {})
+        model, workers.mesh(layout), distributed_config=config, **{"backend": "eager"} | (options or {})
     )
     world, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
     generator = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ def test_style(world, unit):
     _assert_equal(world(2), unit, TP2)
 
 
-@pytest.mark.parametrize("unit", ["packed", "packed_input", "experts", "embedding_colwise", "gathered"])
+@pytest.mark.parametrize("unit", ["packed", "experts", "gathered"])
 def test_style_with_fsdp(ranks, unit):
     _assert_equal(ranks, unit, FSDP2_TP2)
 

@@ -77,7 +77,7 @@ def _freeze(model, loss):
 
 
 def _train(checkpoint):
-    model = workers.compiled("llama", FSDP2_TP2, checkpoint, ONE)
+    model = workers.compiled("llama", FSDP2_TP2, checkpoint, ONE, backend="aot_eager")
     rank = ndcompile.data_rank(model)
 
     def loss(seed):

@@ -63,8 +63,11 @@ def compiled(
     ranks: tuple[int, ...] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """The tiny model `name` compiled on `layout`. `options` go to `ndcompile.compile`; backend aot_eager by default."""
-    options.setdefault("backend", "aot_eager")
+    """The tiny model `name` compiled on `layout`.
+
+    `options` go to `ndcompile.compile`. The backend is eager by default: lowering is most of the time of a tiny model.
+    """
+    options.setdefault("backend", "eager")
     model = models.on_meta(name, dtype, **(overrides or {}))
     return ndcompile.compile(model, mesh(layout, ranks), checkpoint=checkpoint, **options)
 
