@@ -14,15 +14,14 @@ from ndcompile.inspection.report import (
     Report,
 )
 
-LAYERS = 48
 TP, EP_REST, EFSDP = 2, 2, 2
 DENSE = {"ep_rest": "S(0)", "efsdp": "S(0)"}
 LINK, COMPUTE = 450e9, 989e12
 
 
-def sample_report() -> Report:
+def sample_report(layers: int = 48) -> Report:
     """Sizes are those of the model, and figures are computed from the rows."""
-    parameters, collectives, path = _parameters(), _collectives(), _path()
+    parameters, collectives, path = _parameters(layers), _collectives(layers), _path(layers)
     computing = sum(step.seconds for step in path if step.what == "compute")
     exposed = sum(step.seconds for step in path if step.what != "compute")
     sending = sum(row.seconds for row in collectives)
@@ -34,7 +33,7 @@ def sample_report() -> Report:
         batch_size=1,
         seq_len=4096,
         parameters=parameters,
-        boundaries=_boundaries(),
+        boundaries=_boundaries(layers),
         collectives=collectives,
         passes=_passes(),
         memory=_memory(stored),
@@ -61,40 +60,42 @@ def sample_report() -> Report:
             "flops.bfloat16": COMPUTE,
         },
         experts=(
-            "model.layers.*.mlp.experts x 48: 128 experts, 32 on a rank: all_to_all "
+            f"model.layers.*.mlp.experts x {layers}: 128 experts, 32 on a rank: all_to_all "
             "(ranks have batches of their own, which gathering would put on every rank)",
         ),
         notes=("Activations assume that tokens are spread evenly over the experts.",),
     )
 
 
-def _parameters() -> tuple[ParameterRow, ...]:
+def _parameters(layers: int) -> tuple[ParameterRow, ...]:
     attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
     return (
-        _row("model.embed_tokens.weight", (151936, 2048), {"tp": "S(0)"}, (18992, 2048), "embedding_rowwise"),
-        _row(attention + "q_proj.weight", (4096, 2048), {"tp": "S(0)"}, (512, 2048), "colwise"),
-        _row(attention + "k_proj.weight", (512, 2048), {"tp": "S(0)"}, (64, 2048), "colwise"),
-        _row(attention + "v_proj.weight", (512, 2048), {"tp": "S(0)"}, (64, 2048), "colwise"),
-        _row(attention + "o_proj.weight", (2048, 4096), {"tp": "S(1)"}, (512, 2048), "rowwise"),
-        _row(attention + "q_norm.weight", (128,), {"tp": "R"}, (32,), "replicated_with_grad_allreduce"),
-        _row(attention + "k_norm.weight", (128,), {"tp": "R"}, (32,), "replicated_with_grad_allreduce"),
-        _row(mlp + "gate.weight", (128, 2048), {"tp": "R"}, (32, 2048), ""),
-        _row(mlp + "experts.gate_up_proj", (128, 1536, 2048), {"tp": "S(0)"}, (16, 1536, 2048), "grouped_gemm"),
-        _row(mlp + "experts.down_proj", (128, 2048, 768), {"tp": "S(0)"}, (16, 2048, 768), "grouped_gemm"),
-        _row("model.layers.*.input_layernorm.weight", (2048,), {"tp": "R"}, (512,), ""),
-        _row("model.layers.*.post_attention_layernorm.weight", (2048,), {"tp": "R"}, (512,), ""),
-        _row("model.norm.weight", (2048,), {"tp": "R"}, (512,), ""),
-        _row("lm_head.weight", (151936, 2048), {"tp": "S(0)"}, (18992, 2048), "colwise_gather_output"),
+        _row(layers, "model.embed_tokens.weight", (151936, 2048), {"tp": "S(0)"}, (18992, 2048), "embedding_rowwise"),
+        _row(layers, attention + "q_proj.weight", (4096, 2048), {"tp": "S(0)"}, (512, 2048), "colwise"),
+        _row(layers, attention + "k_proj.weight", (512, 2048), {"tp": "S(0)"}, (64, 2048), "colwise"),
+        _row(layers, attention + "v_proj.weight", (512, 2048), {"tp": "S(0)"}, (64, 2048), "colwise"),
+        _row(layers, attention + "o_proj.weight", (2048, 4096), {"tp": "S(1)"}, (512, 2048), "rowwise"),
+        _row(layers, attention + "q_norm.weight", (128,), {"tp": "R"}, (32,), "replicated_with_grad_allreduce"),
+        _row(layers, attention + "k_norm.weight", (128,), {"tp": "R"}, (32,), "replicated_with_grad_allreduce"),
+        _row(layers, mlp + "gate.weight", (128, 2048), {"tp": "R"}, (32, 2048), ""),
+        _row(layers, mlp + "experts.gate_up_proj", (128, 1536, 2048), {"tp": "S(0)"}, (16, 1536, 2048), "grouped_gemm"),
+        _row(layers, mlp + "experts.down_proj", (128, 2048, 768), {"tp": "S(0)"}, (16, 2048, 768), "grouped_gemm"),
+        _row(layers, "model.layers.*.input_layernorm.weight", (2048,), {"tp": "R"}, (512,), ""),
+        _row(layers, "model.layers.*.post_attention_layernorm.weight", (2048,), {"tp": "R"}, (512,), ""),
+        _row(layers, "model.norm.weight", (2048,), {"tp": "R"}, (512,), ""),
+        _row(layers, "lm_head.weight", (151936, 2048), {"tp": "S(0)"}, (18992, 2048), "colwise_gather_output"),
     )
 
 
-def _row(name: str, shape: tuple[int, ...], tp: dict[str, str], local: tuple[int, ...], style: str) -> ParameterRow:
+def _row(
+    layers: int, name: str, shape: tuple[int, ...], tp: dict[str, str], local: tuple[int, ...], style: str
+) -> ParameterRow:
     expert = ".experts." in name
     plan = "base_model_ep_plan" if expert else "base_model_tp_plan"
     key = name.removesuffix(".weight").removeprefix("model.")
     return ParameterRow(
         name=name,
-        fqns=tuple(name.replace("*", str(layer)) for layer in range(LAYERS)) if "*" in name else (name,),
+        fqns=tuple(name.replace("*", str(layer)) for layer in range(layers)) if "*" in name else (name,),
         aliases=(),
         shape=shape,
         dtype="bfloat16",
@@ -107,38 +108,38 @@ def _row(name: str, shape: tuple[int, ...], tp: dict[str, str], local: tuple[int
     )
 
 
-def _boundaries() -> tuple[BoundaryRow, ...]:
+def _boundaries(layers: int) -> tuple[BoundaryRow, ...]:
     hidden, layer = 4096 * 2048 * 2, "model.layers.*."
     return (
         BoundaryRow("model.embed_tokens", "tp", "P", "I", "all_reduce", "", hidden, 1),
-        BoundaryRow(layer + "self_attn.q_proj, k_proj, v_proj", "tp", "I", "R", "", "all_reduce", hidden, LAYERS),
-        BoundaryRow(layer + "self_attn.o_proj", "tp", "P", "I", "all_reduce", "", hidden, LAYERS),
-        BoundaryRow(layer + "mlp.experts", "tp", "I", "S(0)", "", "all_gather", hidden, LAYERS),
-        BoundaryRow(layer + "mlp.experts", "ep", "S(0)", "S(0)", "all_to_all", "all_to_all", hidden * 4, 2 * LAYERS),
-        BoundaryRow(layer + "mlp.experts", "tp", "S(0)", "I", "all_gather", "", hidden // 2, LAYERS),
+        BoundaryRow(layer + "self_attn.q_proj, k_proj, v_proj", "tp", "I", "R", "", "all_reduce", hidden, layers),
+        BoundaryRow(layer + "self_attn.o_proj", "tp", "P", "I", "all_reduce", "", hidden, layers),
+        BoundaryRow(layer + "mlp.experts", "tp", "I", "S(0)", "", "all_gather", hidden, layers),
+        BoundaryRow(layer + "mlp.experts", "ep", "S(0)", "S(0)", "all_to_all", "all_to_all", hidden * 4, 2 * layers),
+        BoundaryRow(layer + "mlp.experts", "tp", "S(0)", "I", "all_gather", "", hidden // 2, layers),
         BoundaryRow("lm_head", "tp", "I", "R", "", "all_reduce", hidden, 1),
         BoundaryRow("lm_head", "tp", "S(2)", "I", "all_gather", "", 4096 * 75968 * 2, 1),
     )
 
 
-def _collectives() -> tuple[CollectiveRow, ...]:
-    dense = 2 * (2 * 75968 * 2048 + LAYERS * (2048 * 2048 * 2 + 2 * 256 * 2048 + 128 * 2048 + 2 * 2048 + 256))
-    experts = 2 * LAYERS * 32 * 2048 * 768 * 3
+def _collectives(layers: int) -> tuple[CollectiveRow, ...]:
+    dense = 2 * (2 * 75968 * 2048 + layers * (2048 * 2048 * 2 + 2 * 256 * 2048 + 128 * 2048 + 2 * 2048 + 256))
+    experts = 2 * layers * 32 * 2048 * 768 * 3
     hidden = 4096 * 2048 * 2
     return (
-        _collective("all_gather", "fsdp", 4, "forward", "parameters", 435, dense),
-        _collective("all_gather", "efsdp", 2, "forward", "parameters", 96, experts),
-        _collective("all_gather", "fsdp", 4, "backward", "parameters", 434, dense - 75968 * 2048 * 2),
-        _collective("all_gather", "efsdp", 2, "backward", "parameters", 96, experts),
-        _collective("reduce_scatter", "fsdp", 4, "backward", "gradients", 435, dense),
-        _collective("reduce_scatter", "efsdp", 2, "backward", "gradients", 96, experts),
-        _collective("all_reduce", "tp", 2, "forward", "activations", 49, 49 * hidden),
-        _collective("all_gather", "tp", 2, "forward", "activations", 49, LAYERS * hidden + 4096 * 151936 * 2),
-        _collective("all_reduce", "tp", 2, "backward", "activations", 49, 49 * hidden),
-        _collective("all_gather", "tp", 2, "backward", "activations", 48, LAYERS * hidden),
-        _collective("all_reduce", "tp", 2, "backward", "gradients", 96, 96 * 256),
-        _collective("all_to_all", "ep", 4, "forward", "experts", 144, 2 * LAYERS * hidden * 4),
-        _collective("all_to_all", "ep", 4, "backward", "experts", 96, 2 * LAYERS * hidden * 4),
+        _collective("all_gather", "fsdp", 4, "forward", "parameters", 9 * layers + 3, dense),
+        _collective("all_gather", "efsdp", 2, "forward", "parameters", 2 * layers, experts),
+        _collective("all_gather", "fsdp", 4, "backward", "parameters", 9 * layers + 2, dense - 75968 * 2048 * 2),
+        _collective("all_gather", "efsdp", 2, "backward", "parameters", 2 * layers, experts),
+        _collective("reduce_scatter", "fsdp", 4, "backward", "gradients", 9 * layers + 3, dense),
+        _collective("reduce_scatter", "efsdp", 2, "backward", "gradients", 2 * layers, experts),
+        _collective("all_reduce", "tp", 2, "forward", "activations", layers + 1, (layers + 1) * hidden),
+        _collective("all_gather", "tp", 2, "forward", "activations", layers + 1, layers * hidden + 4096 * 151936 * 2),
+        _collective("all_reduce", "tp", 2, "backward", "activations", layers + 1, (layers + 1) * hidden),
+        _collective("all_gather", "tp", 2, "backward", "activations", layers, layers * hidden),
+        _collective("all_reduce", "tp", 2, "backward", "gradients", 2 * layers, 2 * layers * 256),
+        _collective("all_to_all", "ep", 4, "forward", "experts", 3 * layers, 2 * layers * hidden * 4),
+        _collective("all_to_all", "ep", 4, "backward", "experts", 2 * layers, 2 * layers * hidden * 4),
     )
 
 
@@ -163,16 +164,14 @@ def _memory(stored: int) -> tuple[Figure, ...]:
         Figure("gradients", stored, "as the parameters: one gradient each, in bfloat16"),
         Figure("optimizer", 2 * stored, "AdamW: two states each, in bfloat16"),
         Figure("activations", activations, "saved for backward, after recompute of gathered weights"),
-        Figure(
-            "peak", 4 * stored + activations + gathered, "the largest sum of live tensors, at layers.47 in backward"
-        ),
+        Figure("peak", 4 * stored + activations + gathered, "the largest sum of live tensors"),
     )
 
 
-def _path() -> tuple[PathStep, ...]:
+def _path(layers: int) -> tuple[PathStep, ...]:
     steps = [PathStep("all_gather over fsdp", "model.embed_tokens", "forward", 0.0010)]
     for phase, scale in (("forward", 1.0), ("backward", 1.9)):
-        for layer in range(LAYERS) if phase == "forward" else reversed(range(LAYERS)):
+        for layer in range(layers) if phase == "forward" else reversed(range(layers)):
             module = f"model.layers.{layer}"
             steps += [
                 PathStep("compute", f"{module}.self_attn", phase, 0.00021 * scale),

@@ -263,11 +263,16 @@ function drawMemory() {
     return bar;
   });
   const whole = peak.map((item) => drawBar("memory", item, 0, item.value / scale, "var(--part-peak)", "total"));
-  at("memory-bars").replaceChildren(...bars, ...whole);
+  at("memory-bars").replaceChildren(barHead(), ...bars, ...whole);
 }
 
 function partName(item) {
   return ["parameters", "gradients", "optimizer", "activations"].find((name) => item.name.startsWith(name)) || "other";
+}
+
+function barHead() {
+  const titles = ["", "", "", "how this was computed"];
+  return h("div", { class: "figure bar-heads", "aria-hidden": "true" }, titles.map((title) => h("span", {}, title)));
 }
 
 function drawBar(list, item, from, width, colour, kind = "") {
@@ -292,7 +297,7 @@ function drawTime() {
     const total = item.name === "step" ? "total" : "";
     return drawBar(list, item, 0, width === null ? null : Math.min(width, 1), timeColour(list, item), total);
   });
-  at("time-bars").replaceChildren(...bars);
+  at("time-bars").replaceChildren(barHead(), ...bars);
   if (REPORT.critical_path.length) drawPath();
   at("time").hidden = !timed.length && !REPORT.critical_path.length;
 }
@@ -703,15 +708,8 @@ function drawPasses() {
 
 // -------------------------------------------------- section: the assumptions
 
-function drawFormulas() {
-  const lists = ["memory", "compute", "time"];
-  const rows = lists.flatMap((list) => REPORT[list].map((item) => ({ list, item })));
-  fillTable(at("formula-table"), [
-    ["figure", ({ list, item }) => [item.name, h("span", { class: "of" }, ` ${list}`)]],
-    ["value", ({ list, item }) => measure(figureKind(list, item), item.value), "number"],
-    ["formula", ({ item }) => item.formula, "long formula"],
-  ], rows);
-  at("assumptions").replaceChildren(...assumptions());
+function drawAssumptions() {
+  at("assumed").replaceChildren(...assumptions());
   at("footer").textContent =
     "All sizes and times are those of one rank and one training step: forward, backward and optimizer. " +
     `KiB, MiB and GiB count in 1024. Schema ${REPORT.schema}. This file holds its data and loads nothing.`;
@@ -803,6 +801,7 @@ function connectSearch() {
 
 function drawNav() {
   for (const id of ["collectives", "boundaries", "passes"]) at(id).hidden = !REPORT[id].length;
+  at("assumptions").hidden = !at("assumed").hasChildNodes();
   const sections = [...document.querySelectorAll("main section")].filter((section) => !section.hidden);
   at("nav").replaceChildren(...sections.map((s) => h("a", { href: `#${s.id}` }, s.dataset.title)));
 }
@@ -816,6 +815,6 @@ drawCollectives();
 drawTime();
 drawBoundaries();
 drawPasses();
-drawFormulas();
+drawAssumptions();
 connectSearch();
 drawNav();
