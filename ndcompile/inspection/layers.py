@@ -1,7 +1,7 @@
 """Which layers of a model need to be traced: most are alike, and a trace of one tells the cost of all.
 
-Layers of a stack that repeat a pattern are three units: the first, the last, and one between that stands for the
-others. First and last stay apart because they meet other modules (embedding, head, layers of another kind).
+Layers of a stack that repeat a unit are traced as two units, the last of which stands for all but the first. The first
+stays apart because what all layers share (masks, parts of rotary embeddings) is computed in it, once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ class LayerStack:
         index = self.index(module)
         return 1 if index is None else self.counts[index]
 
+    def stretch(self, index: int) -> tuple[int, int]:
+        """The first of the neighbours of a traced layer that stand for as many layers, and how many that is."""
+        times = self.counts[index]
+        while times > 1 and self.counts.get(index - 1) == times:
+            index -= 1
+        return index, times
+
     def traced(self, module: str) -> str:
         """The module of the trace that stands for `module`."""
         index = self.index(module)
@@ -55,11 +62,11 @@ def stack_of(model: nn.Module, plan: ShardingPlan, whole: bool = False) -> Layer
         return LayerStack("", {}, {})
     counts, represents = dict.fromkeys(range(len(layers)), 1), {i: i for i in range(len(layers))}
     for start, period, units in [] if whole else _repeats(layer_kinds(model, path, layers, plan), 0, len(layers)):
-        middle = start + period
-        for index in range(middle + period, start + (units - 1) * period):
-            represents[index] = middle + (index - start) % period
+        last = start + (units - 1) * period
+        for index in range(start + period, last):
+            represents[index] = last + (index - start) % period
             del counts[index]
-        counts.update(dict.fromkeys(range(middle, middle + period), units - 2))
+        counts.update(dict.fromkeys(range(last, last + period), units - 1))
     return LayerStack(path, counts, represents)
 
 
@@ -166,20 +173,20 @@ def _lists(config: Any, number: int) -> dict[str, list[Any]]:
 
 
 def _repeats(kinds: Sequence[int], first: int, end: int) -> list[tuple[int, int, int]]:
-    """(start, period, units) of stretches in [first, end) that repeat a unit more than three times.
+    """(start, period, units) of stretches in [first, end) that repeat a unit more than twice.
 
     The stretch that saves most comes first; of equal ones that with the shortest unit, then the earliest.
     """
     saved, found = 0, (0, 0, 0)
-    for period in range(1, (end - first) // 4 + 1):
+    for period in range(1, (end - first) // 3 + 1):
         start = first
         while start + period < end:
             stop = start + period
             while stop < end and kinds[stop] == kinds[stop - period]:
                 stop += 1
             units = (stop - start) // period
-            if (units - 3) * period > saved:
-                saved, found = (units - 3) * period, (start, period, units)
+            if (units - 2) * period > saved:
+                saved, found = (units - 2) * period, (start, period, units)
             start = stop - period + 1
     if not saved:
         return []

@@ -61,7 +61,8 @@ class Traced:
     the lowered graphs that AOTAutograd's partition made of it; every `call_function` node has `meta["val"]` and, as
     `meta["custom"]["module"]`, the module that it belongs to. passes: the captured graph first, then as each pass left
     it. stack: which layers the graphs hold and how many each stands for.
-    rows: symbols of sizes that depend on routing -> what even routing would make them.
+    rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
+    trained.
     """
 
     plan: ShardingPlan
@@ -72,6 +73,7 @@ class Traced:
     passes: tuple[PassView, ...]
     stack: LayerStack
     rows: Mapping[Any, int]
+    frozen: frozenset[str]
 
     @cached_property
     def groups(self) -> dict[str, str]:
@@ -140,7 +142,8 @@ def trace(
     for graph in (graphs.forward.graph, graphs.backward.graph):
         _name_sums(graph)
     rows = MappingProxyType(even_rows(graphs.forward.graph))
-    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows)
+    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen)
 
 
 def mesh_of_sizes(sizes: Mapping[str, int]) -> StorageMesh:

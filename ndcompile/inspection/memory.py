@@ -1,0 +1,184 @@
+"""Bytes that a rank holds: of parameters, gradients and optimizer from the plan, of activations from the graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from ndcompile.inspection.report import Figure
+from ndcompile.inspection.storages import Storages
+from ndcompile.inspection.trace import Traced, module_of
+from ndcompile.sharding_plan import ParameterPlan
+
+MOMENTS = 2
+"""Tensors that AdamW keeps for each parameter."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    peak: int
+
+    def figures(self, optimizer_dtype: torch.dtype | None) -> tuple[Figure, ...]:
+        """The numbers with their formulas."""
+        kind = "the parameter's dtype" if optimizer_dtype is None else _spell(optimizer_dtype)
+        return (
+            Figure("parameters", self.parameters, "sum of local shape x bytes of the dtype, padding included"),
+            Figure("gradients", self.gradients, "the same over the parameters that are trained"),
+            Figure(
+                "optimizer",
+                self.optimizer,
+                f"AdamW: {MOMENTS} x local shape x bytes of {kind}, over the parameters that are trained; step counts "
+                "(4 bytes a tensor) left out",
+            ),
+            Figure(
+                "activations",
+                self.activations,
+                "what the lowered forward graph keeps for the backward graph, parameters and inputs left out, each "
+                "memory once",
+            ),
+            Figure(
+                "peak",
+                self.peak,
+                "parameters + optimizer + the largest sum of what is alive at a node of the forward or the backward "
+                "graph: activations, outputs, gradients so far, values that one kernel writes and another reads (fused "
+                "operators keep theirs), gathered weights from their first use to their last",
+            ),
+        )
+
+
+def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory:
+    """Bytes of a training step that starts without gradients; `optimizer_dtype` is that of AdamW's moments."""
+    trained = [p for p in traced.plan.parameters if p.fqn not in traced.frozen]
+    parameters = sum(stored_bytes(p) for p in traced.plan.parameters)
+    optimizer = MOMENTS * sum(stored_bytes(p, optimizer_dtype) for p in trained)
+    forward, backward = Storages(traced.forward.graph), Storages(traced.backward.graph)
+    saved = _saved(traced, forward)
+    alive = max(_forward_peak(traced, forward), _backward_peak(traced, backward, saved))
+    return Memory(
+        parameters=parameters,
+        gradients=sum(stored_bytes(p) for p in trained),
+        optimizer=optimizer,
+        activations=sum(_bytes(traced, node) * traced.times(node) for node in saved.values()),
+        peak=parameters + optimizer + alive,
+    )
+
+
+def stored_bytes(entry: ParameterPlan, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a rank's buffer of a parameter, or of one like it in another dtype."""
+    return prod(entry.storage_shape) * (dtype or entry.dtype).itemsize
+
+
+def _saved(traced: Traced, forward: Storages) -> dict[str, fx.Node]:
+    """Name in the backward graph -> the node of the forward graph whose memory is kept for it, each memory once."""
+    taken = {node.name for node in traced.backward.graph.find_nodes(op="placeholder")}
+    saved: dict[fx.Node, str] = {}
+    for node in traced.forward.graph.output_node().all_input_nodes:
+        owner = forward.owner[node]
+        if node.name in taken and owner.op != "placeholder" and isinstance(owner.meta.get("val"), torch.Tensor):
+            saved.setdefault(owner, node.name)
+    return {name: owner for owner, name in saved.items()}
+
+
+def _forward_peak(traced: Traced, storages: Storages) -> int:
+    """Most bytes alive at a node of the forward graph, without parameters, buffers and inputs."""
+    births = {node: index for index, node in enumerate(storages.order) if node.op != "placeholder"}
+    lives = [_life(traced, storages, node, births[node], node) for node in storages.death if node in births]
+    return _peak(traced, storages.order, lives)
+
+
+def _backward_peak(traced: Traced, storages: Storages, saved: Mapping[str, fx.Node]) -> int:
+    """Most bytes alive at a node of the backward graph: what forward kept and the gradients of the outputs at first."""
+    lives = []
+    for index, node in enumerate(storages.order):
+        held = node.name in saved or node.name.startswith("tangents")
+        if node in storages.death and (node.op != "placeholder" or held):
+            birth = index if node.op != "placeholder" else -1
+            lives.append(_life(traced, storages, node, birth, saved.get(node.name, node)))
+    return _peak(traced, storages.order, lives)
+
+
+@dataclass(frozen=True)
+class _Life:
+    """A memory. birth, death: nodes by number; -1, and the number of nodes, for what comes from before and what stays.
+
+    layer: the traced layer that it belongs to, None outside of them. times: how many there are.
+    """
+
+    nbytes: int
+    birth: int
+    death: int
+    layer: int | None
+    times: int
+
+
+def _life(traced: Traced, storages: Storages, node: fx.Node, birth: int, holder: fx.Node) -> _Life:
+    nbytes, module = traced.nbytes(holder.meta["val"]), module_of(holder)
+    return _Life(nbytes, birth, storages.death[node], traced.stack.index(module), traced.times(holder))
+
+
+def _peak(traced: Traced, order: Sequence[fx.Node], lives: Sequence[_Life]) -> int:
+    """Most bytes alive at a node.
+
+    Where a traced layer stands for others they run right after it: what they took from before is gone then, and what
+    they leave is there.
+    """
+    count = len(order)
+    change = [0] * (count + 2)
+    lasting: dict[int, int] = {}
+    more = 0
+    for life in lives:
+        change[max(life.birth, 0)] += life.nbytes
+        change[life.death + 1] -= life.nbytes
+        if life.times > 1 and life.layer is not None:
+            others = (life.times - 1) * life.nbytes
+            more += others if life.birth < 0 else 0
+            kept = (life.death >= count) - (life.birth < 0)
+            lasting[life.layer] = lasting.get(life.layer, 0) + kept * others
+    alive = list(itertools.accumulate(change))
+    stretches = {
+        stop: (start, sum(lasting.get(n, 0) for n in layers)) for start, stop, layers in _stretches(traced, order)
+    }
+    peak = 0
+    for index in range(count + 1):
+        if index in stretches:
+            start, left = stretches[index]
+            more += left
+            peak = max(peak, max(alive[start:index], default=0) + more)
+        peak = max(peak, alive[index] + more) if index < count else peak
+    return peak
+
+
+def _stretches(traced: Traced, order: Sequence[fx.Node]) -> Iterable[tuple[int, int, list[int]]]:
+    """(first node, node behind, layers) of the stretches of a graph that stand for more than one unit each."""
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, node in enumerate(order):
+        layer = traced.stack.index(module_of(node))
+        if node.op == "call_function" and layer is not None:
+            if layer not in first:
+                first[layer] = index
+                groups.setdefault(traced.stack.stretch(layer), []).append(layer)
+            last[layer] = index
+    for (_, times), layers in groups.items():
+        if times > 1:
+            yield min(first[n] for n in layers), max(last[n] for n in layers) + 1, layers
+
+
+def _bytes(traced: Traced, node: fx.Node) -> int:
+    return traced.nbytes(node.meta["val"])
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

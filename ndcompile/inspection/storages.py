@@ -1,0 +1,127 @@
+"""Which nodes of a lowered graph hold memory, and until when.
+
+AOTAutograd's graph is not what runs: inductor fuses pointwise operators and reductions, and only what another kernel
+reads is written. Here operators that are connected without a kernel of another kind between them are one kernel, as in
+`kernels`. What such a kernel keeps to itself is computed again where it is read, so its inputs live until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from ndcompile.inspection.kernels import fuses, is_view, name_of
+
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+@dataclass
+class Storages:
+    """The storages of a graph, in the order in which its nodes run.
+
+    order: nodes; a gather of a weight, which the graph has in front, stands before the first use of the weight.
+    owner: node -> the node whose memory it names. death: owner -> index in `order` of the last node that reads it;
+    owners that are graph outputs are alive at the end. Owners without an entry are never written.
+    """
+
+    graph: fx.Graph
+    order: list[fx.Node] = field(default_factory=list)
+    owner: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    death: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.order = _gathers_late(self.graph)
+        self._owners()
+        self._deaths()
+
+    def outputs(self) -> list[fx.Node]:
+        """Owners of what the graph returns, once each."""
+        returned = self.graph.output_node().all_input_nodes
+        return list(dict.fromkeys(self.owner[node] for node in returned))
+
+    def _owners(self) -> None:
+        self.level: dict[fx.Node, int] = {}
+        for node in self.order:
+            sources = [self.owner[source] for source in node.all_input_nodes]
+            self.owner[node] = sources[0] if is_view(node) and not _own_part(node) else node
+            self.level[node] = max((self.level[s] + (not fuses(s)) for s in sources), default=0)
+
+    def _deaths(self) -> None:
+        number = {node: index for index, node in enumerate(self.order)}
+        kept = set(self.outputs())
+        read: dict[fx.Node, int] = {}
+        for node in reversed(self.order):
+            last = max((self._reads(user, number, read) for user in self._users(node)), default=number[node])
+            read[node] = last
+            written = self.owner[node] is node and (node in kept or not self._inside_kernel(node))
+            if written and node.op != "output" and isinstance(node.meta.get("val"), Tensor):
+                self.death[node] = len(self.order) if node in kept else last
+
+    def _reads(self, user: fx.Node, number: dict[fx.Node, int], read: dict[fx.Node, int]) -> int:
+        """When `user` reads its inputs: with the kernels that compute it again, if it is never written."""
+        return read[user] if user in read and self._inside_kernel(user) else number[user]
+
+    def _inside_kernel(self, node: fx.Node) -> bool:
+        """Whether a node is computed and used by one fused kernel, so that it is never written."""
+        if node.op != "call_function" or not fuses(node) or not node.users:
+            return False
+        users = list(self._users(node))
+        return all(
+            user.op == "call_function" and fuses(user) and self.level[user] == self.level[node] for user in users
+        )
+
+    def _users(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes that read a node's memory, through views."""
+        for user in node.users:
+            if is_view(user) and self.owner[user] is not user:
+                yield from self._users(user)
+            else:
+                yield user
+
+
+def _own_part(node: fx.Node) -> bool:
+    """Whether a node takes one of several tensors that an operator returned, each with memory of its own."""
+    source = node.all_input_nodes[0]
+    return name_of(node) == "" and not is_view(source) and name_of(source) not in VIEWS_IN_PARTS
+
+
+VIEWS_IN_PARTS = {"split", "split_with_sizes", "unbind", "chunk", "unsafe_split"}
+
+
+def _gathers_late(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes, with gathers of inputs and what is made of them alone right before their first use.
+
+    The graph has them in front; inductor orders for the least memory.
+    """
+    moved: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes:
+            gathers = node.target is GATHER or moved.intersection(node.all_input_nodes)
+            single = node.target is GATHER or is_view(node) or name_of(node) == "cat"
+            sources = node.all_input_nodes
+            if gathers and single and all(s.op == "placeholder" or s in moved or _from_input(s) for s in sources):
+                moved.add(node)
+    order: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in moved and source not in placed:
+                place(source)
+        placed.add(node)
+        order.append(node)
+
+    for node in graph.nodes:
+        if node not in moved:
+            place(node)
+    return order
+
+
+def _from_input(node: fx.Node) -> bool:
+    """Whether a node is an input, perhaps cast or padded."""
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
