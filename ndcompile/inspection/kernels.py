@@ -185,13 +185,13 @@ class _Traffic:
         level: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             sources = [self.source[n] for n in node.all_input_nodes]
-            self.source[node] = sources[0] if _is_view(node) else node
-            level[node] = max((level[n] + (not _fuses(n)) for n in sources), default=0)
+            self.source[node] = sources[0] if is_view(node) else node
+            level[node] = max((level[n] + (not fuses(n)) for n in sources), default=0)
             if not _runs(node):
                 continue
             self.parent[node] = node
-            for source in sources if _fuses(node) else ():
-                if source in self.parent and _fuses(source) and level[source] == level[node]:
+            for source in sources if fuses(node) else ():
+                if source in self.parent and fuses(source) and level[source] == level[node]:
                     self.parent[self._find(source)] = self._find(node)
 
     def _find(self, node: fx.Node) -> fx.Node:
@@ -214,14 +214,14 @@ class _Traffic:
     def _read(self, node: fx.Node, used: fx.Node) -> int:
         """Bytes of `used`, perhaps a view, that `node` reads. An expanded view has no more bytes than its source."""
         value, source = (bytes_of(n.meta.get("val"), self.size) for n in (used, self.source[used]))
-        needed = min(value, source) if _is_view(used) else value
+        needed = min(value, source) if is_view(used) else value
         if name_of(node) in GATHERS and used is node.args[0]:
             return min(needed, bytes_of(node.meta["val"], self.size))
         return needed
 
     def _users(self, node: fx.Node) -> Iterator[fx.Node]:
         for user in node.users:
-            if _is_view(user):
+            if is_view(user):
                 yield from self._users(user)
             else:
                 yield user
@@ -230,7 +230,7 @@ class _Traffic:
 def _runs(node: fx.Node) -> bool:
     """Whether a node is a kernel on the device, or part of one."""
     return bool(
-        node.op == "call_function" and tensors(node.meta.get("val")) and not _is_view(node) and not is_collective(node)
+        node.op == "call_function" and tensors(node.meta.get("val")) and not is_view(node) and not is_collective(node)
     )
 
 
@@ -239,7 +239,7 @@ def _is_constant(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.all_input_nodes
 
 
-def _fuses(node: fx.Node) -> bool:
+def fuses(node: fx.Node) -> bool:
     """Whether inductor may fuse a node with its neighbours. Inputs do not hinder."""
     if node.op != "call_function":
         return True
@@ -251,7 +251,7 @@ def _fuses(node: fx.Node) -> bool:
     return not apart
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a node only names (part of) what another one holds; a wait and the parts of a tuple do too."""
     if node.op != "call_function":
         return False
