@@ -24,7 +24,7 @@ def plan_table(plan: ShardingPlan, width: int = 118) -> str:
         table.add_column(column, no_wrap=True)
     table.add_column("style", overflow="fold")
     table.add_column("after forward")
-    for name, group in _fold(plan).items():
+    for name, group in fold(plan).items():
         first = group[0]
         table.add_row(
             name + "".join(f"\n= {alias}" for alias in first.aliases),
@@ -41,12 +41,12 @@ def plan_table(plan: ShardingPlan, width: int = 118) -> str:
     total = sum(prod(p.shape) for p in plan.parameters)
     local = sum(prod(p.storage_shape) for p in plan.parameters)
     console.print(f"{total:,} parameters, {local:,} on a rank; {len(plan.modules)} boundary modules")
-    for line in _exchanges(plan):
+    for line in exchange_lines(plan):
         console.print(line)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def _exchanges(plan: ShardingPlan) -> list[str]:
+def exchange_lines(plan: ShardingPlan) -> list[str]:
     """How the experts get their tokens, one line for all layers that do it alike."""
     layers: dict[str, list[str]] = defaultdict(list)
     for experts in plan.experts:
@@ -56,7 +56,8 @@ def _exchanges(plan: ShardingPlan) -> list[str]:
     return [f"{re.sub(r'[.][0-9]+[.]', '.*.', names[0])} x {len(names)}: {line}" for line, names in layers.items()]
 
 
-def _fold(plan: ShardingPlan) -> dict[str, list[ParameterPlan]]:
+def fold(plan: ShardingPlan) -> dict[str, list[ParameterPlan]]:
+    """Parameters that are placed alike under one name, with `*` for the number of the layer."""
     groups: dict[tuple[object, ...], list[ParameterPlan]] = defaultdict(list)
     for p in plan.parameters:
         name = re.sub(r"\.\d+\.", ".*.", p.fqn)

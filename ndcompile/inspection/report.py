@@ -7,7 +7,7 @@ field says otherwise. Layers that are placed alike are one row; `fqns` lists the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SCHEMA = 1
 """Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added."""
@@ -29,6 +29,7 @@ class ParameterRow:
     name: with `*` for the layers. placements: storage axis -> "R" or "S(dim)", packed shards "S(dim) x parts".
     rule: what placed it, such as "tp_plan['layers.*.self_attn.q_proj'] = colwise", "distributed_config.tp_plan[...]",
     or "default: replicated over tp". style: the TP or EP style. after_forward: "free" or "keep" the gathered weight.
+    fsdp_rule: what said so. gathered_shape: inside the graph, whole over fsdp. trained: whether it has a gradient.
     """
 
     name: str
@@ -42,6 +43,9 @@ class ParameterRow:
     style: str
     after_forward: str
     expert: bool
+    fsdp_rule: str = ""
+    gathered_shape: tuple[int, ...] = ()
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,18 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class PassRow:
-    """What one pass did to the graph: nodes by operator that came and went."""
+    """What one pass did to the graph: nodes by operator that came and went.
+
+    changes: the nodes, as `ndcompile.dump` prints them, behind a sign: + added, - removed, ~ with other inputs or
+    another type. Of layers that are alike only those that were traced, see `Report.layers`.
+    """
 
     name: str
     summary: str
     nodes: int
     added: Mapping[str, int]
     removed: Mapping[str, int]
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,8 @@ class Report:
     mesh: user axes (dp_replicate, fsdp, tp, ep) -> size. storage: storage axes -> size, in order, sizes of 1 left out.
     rates: name of the link and compute rates, and the rates. memory: parameters, gradients, optimizer, activations,
     peak, in this order. compute: floating point operations and their time. time: of a step, exposed communication.
-    experts, notes: lines to print.
+    experts, notes: lines to print. layers: FQN of the layers' list, and index of a layer -> the traced one that stands
+    for it.
     """
 
     model: str
@@ -128,6 +138,8 @@ class Report:
     experts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
+    layer_list: str = ""
+    layers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 from ndcompile.call import bind
 from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
 from ndcompile.dump import dump
+from ndcompile.graph_input import PARAMETER
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
 from ndcompile.inspection.routing import even_rows
 from ndcompile.loader.layouts import storage_axes
@@ -30,9 +31,11 @@ from ndcompile.lower import lower
 from ndcompile.mesh import FUSED, Axis, StorageMesh
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
+from ndcompile.redistribute import redistribute
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 from ndcompile.signature import checkpointed_layers
 from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
+from ndcompile.verifier import GRADIENT_NODES
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ class Traced:
     frozen: frozenset[str]
 
     @cached_property
+    def _known(self) -> dict[Any, int]:
+        """Sizes that were computed already."""
+        return {}
+
+    @cached_property
     def groups(self) -> dict[str, str]:
         """Name of a process group, as collective nodes carry it -> name of its axis."""
         return {axis.group: name for name, axis in self.mesh.axes.items()}
@@ -88,7 +96,10 @@ class Traced:
         """A size as a number; sizes that depend on routing as even routing would make them."""
         if isinstance(value, int):
             return value
-        return int(value.node.expr.subs(self.rows))
+        expression = value.node.expr
+        if expression not in self._known:
+            self._known[expression] = int(expression.subs(self.rows))
+        return self._known[expression]
 
     def nbytes(self, value: Tensor) -> int:
         """Bytes of a (fake) tensor."""
@@ -136,6 +147,7 @@ def trace(
         context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed_layers(copied))
         groups = {axis.group: name for name, axis in mesh.axes.items()}
         run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
+        _mark_parameters(captured.module.graph)
         graphs = lower(captured, "aot_eager", alike=True)[1]
     assert graphs.forward is not None
     assert graphs.backward is not None, "no parameter requires a gradient"
@@ -179,6 +191,16 @@ def operator_of(node: fx.Node) -> str:
         return ""
     target: Any = node.target
     return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _mark_parameters(graph: fx.Graph) -> None:
+    """Say of boundaries of parameters that they are: what they lower to reduces gradients of parameters."""
+    for node in graph.nodes:
+        source = node.all_input_nodes[0] if node.target is redistribute else None
+        while source is not None and source.op != "placeholder":
+            source = source.all_input_nodes[0] if source.target in GRADIENT_NODES else None
+        if source is not None and source.meta["input"].kind == PARAMETER:
+            node.meta["custom"] = node.meta["custom"] | {"parameter": source.meta["input"].name}
 
 
 def _name_sums(graph: fx.Graph) -> None:

@@ -1,0 +1,63 @@
+"""Which rule placed a parameter: a key of the model's plan, an override of `distributed_config`, or none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.sharding_plan import ParameterPlan
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The plans of a model (tp_plan, ep_plan, fsdp_plan) and what a config overrides in each."""
+
+    plans: Mapping[str, Mapping[str, str]]
+    overrides: Mapping[str, Mapping[str, str]]
+    tp: int
+
+    def placed(self, entry: ParameterPlan) -> str:
+        """The rule that gave a parameter its placement on tp, or on ep."""
+        if entry.expert:
+            return self._find("ep_plan", entry.fqn, "grouped_gemm") or "default: whole"
+        if self.tp == 1:
+            return "default: whole, as tp = 1"
+        names = (entry.fqn, *entry.aliases)
+        found = (self._find(plan, name, entry.style) for name in names for plan in ("tp_plan", "ep_plan"))
+        return next(filter(None, found), "default: replicated over tp")
+
+    def gathered(self, entry: ParameterPlan) -> str:
+        """The rule that says whether a parameter's gathered weight is kept for backward."""
+        found = (self._find("fsdp_plan", name, entry.fsdp_style) for name in (entry.fqn, *entry.aliases))
+        return next(filter(None, found), f"default: {entry.fsdp_style}")
+
+    def _find(self, plan: str, fqn: str, style: str) -> str:
+        """The rule of the innermost module around `fqn` that `plan` names with this style."""
+        parts = generic(fqn).split(".")
+        for end in range(len(parts), 0, -1):
+            key = ".".join(parts[:end])
+            if self.overrides[plan].get(key) == style:
+                return f"distributed_config.{plan}[{key!r}] = {style}"
+            if self.plans[plan].get(key) == style:
+                return f"{plan}[{key!r}] = {style}"
+        return ""
+
+
+def rules_of(model: PreTrainedModel, config: DistributedConfig) -> Rules:
+    """The rules for a model; it must not have been planned itself, as transformers writes overrides into its plans."""
+    names = ("tp_plan", "ep_plan", "fsdp_plan")
+    given = {name: getattr(config, name) for name in names}
+    return Rules(
+        {name: dict(getattr(model, name) or {}) for name in names},
+        {name: value if isinstance(value, dict) else {} for name, value in given.items()},
+        config.tp_size or 1,
+    )
+
+
+def generic(name: str) -> str:
+    """`name` with `*` for the numbers of layers, as plans spell it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
