@@ -23,6 +23,7 @@ from ndcompile.errors import (
     UnsupportedError,
     VerifyError,
 )
+from ndcompile.inspection.api import Plan, load_plan, plan
 from ndcompile.loader import CheckpointError
 from ndcompile.mesh import init_mesh
 from ndcompile.planning import read_plan
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "MeshError",
     "NdcompileError",
+    "Plan",
     "PlanError",
     "RoutingError",
     "UnsupportedError",
@@ -45,8 +47,10 @@ __all__ = [
     "init_mesh",
     "init_weights",
     "load",
+    "load_plan",
     "local_parameters",
     "lower_only",
+    "plan",
     "read_plan",
     "save_pretrained",
     "set_agreement_timeout",

@@ -1,5 +1,6 @@
 """The command `ndcompile`: what can be said about a model and a mesh without running them.
 
+ndcompile plan path/to/config.json --fsdp 8 --tp 4
 ndcompile verify path/to/checkpoint --fsdp 8 --tp 4
 """
 
@@ -9,12 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ndcompile.errors import NdcompileError
+from ndcompile.inspection.plan_command import add_axes
+from ndcompile.inspection.plan_command import add_parser as add_plan
+from ndcompile.inspection.source import model_of
 from ndcompile.loader.proof import Proof
 from ndcompile.loader.rank_reads import ReadPlan, spell_bytes
 from ndcompile.loader.source import cached_snapshot, has_checkpoint
@@ -22,27 +25,25 @@ from ndcompile.planning import LoadingPlan, plan_loading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 proven, 1 a fault was found, 2 it cannot be planned."""
+    """Run the command; returns the exit status: 0 done or proven, 1 a fault was found, 2 it cannot be planned."""
     options = _parser().parse_args(arguments)
     transformers.logging.set_verbosity_error()
-    sizes = {"dp_replicate": options.dp_replicate, "fsdp": options.fsdp, "tp": options.tp, "ep": options.ep}
     try:
-        folder = _checkpoint(options.source)
-        plan = plan_loading(_model(options.source), folder, sizes, strict=not options.lenient)
-        proof = plan.proof()
-        reads = plan.reads()
+        return options.run(options)
     except (NdcompileError, OSError, ValueError) as error:
         print(f"ndcompile: {error}", file=sys.stderr)
         return 2
-    print(_report(plan, proof, reads, folder))
-    if options.ranks:
-        print(reads)
-    return 1 if proof.faults else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ndcompile", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="command")
+    add_plan(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="prove that all ranks together load every tensor",
@@ -54,22 +55,22 @@ def _parser() -> argparse.ArgumentParser:
         help="folder with config.json and safetensors; a folder or config.json without weights is verified for the "
         "checkpoint that it would be saved to; or a Hub id",
     )
-    for axis, meaning in [
-        ("fsdp", "ranks that shard parameters and have different batches"),
-        ("tp", "ranks that share a batch"),
-        ("ep", "expert shards, a multiple of tp"),
-        ("dp-replicate", "copies of the sharded model"),
-    ]:
-        verify.add_argument(f"--{axis}", type=_size, default=1, metavar="N", help=f"{meaning} (1)")
+    add_axes(verify)
     verify.add_argument("--ranks", action="store_true", help="also print what every rank reads")
     verify.add_argument("--lenient", action="store_true", help="allow missing tensors, as load(strict=False) does")
-    return parser
+    verify.set_defaults(run=_verify)
 
 
-def _size(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number of ranks, 1 or more")
-    return int(text)
+def _verify(options: argparse.Namespace) -> int:
+    sizes = {"dp_replicate": options.dp_replicate, "fsdp": options.fsdp, "tp": options.tp, "ep": options.ep}
+    folder = _checkpoint(options.source)
+    plan = plan_loading(model_of(options.source), folder, sizes, strict=not options.lenient)
+    proof = plan.proof()
+    reads = plan.reads()
+    print(_report(plan, proof, reads, folder))
+    if options.ranks:
+        print(reads)
+    return 1 if proof.faults else 0
 
 
 def _checkpoint(source: str) -> Path | None:
@@ -78,17 +79,6 @@ def _checkpoint(source: str) -> Path | None:
     if path.exists():
         return path if path.is_dir() and has_checkpoint(path) else None
     return cached_snapshot(source)
-
-
-def _model(source: str) -> PreTrainedModel:
-    """The model of `source` on the meta device, of the class that its config names."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    dtype = config.dtype or torch.bfloat16
-    with torch.device("meta"):
-        if named and isinstance(named[0], type) and issubclass(named[0], PreTrainedModel):
-            return named[0]._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _report(plan: LoadingPlan, proof: Proof, reads: ReadPlan, folder: Path | None) -> str:
