@@ -141,6 +141,7 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Capt
         raise CaptureError(_explain(error, shadow.module)) from error
     for node, spec, fake in zip(module.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
         node.meta["input"], node.meta["val"] = spec, fake
+    module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
     module.graph.eliminate_dead_code()
     mark_differentiable(module.graph)
     return Captured(module, specs[-1], fake_mode, batch, sequence, tuple(shadow.dropped))

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import workers
 from parity_case import Case, assert_parity, batch, compare_models
+from torch._dynamo.utils import counters
 from workers import Layout, full, gradient_errors, size
 
 import ndcompile
@@ -43,10 +44,17 @@ def test_eight_ranks_with_all_axes(world, checkpoint):
     assert_parity(world(8), case, checkpoint("olmoe", **overrides))
 
 
+def _cache_bypasses():
+    return counters["aot_autograd"]["autograd_cache_bypass"]
+
+
 def test_one_training_step_through_inductor(world, checkpoint):
+    """Its graphs can be cached: one rank compiles, the others and the next start load them."""
     overrides = {"num_hidden_layers": 1}
     case = Case("qwen3_moe", FSDP2_EP2, padding=True, overrides=overrides, options={"backend": "inductor"})
+    before = world(2)(_cache_bypasses)
     assert_parity(world(2), case, checkpoint("qwen3_moe", **overrides))
+    assert world(2)(_cache_bypasses) == before
 
 
 ONE = {"num_hidden_layers": 1}
