@@ -24,6 +24,7 @@ from ndcompile.call import bind
 from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
 from ndcompile.dump import dump
 from ndcompile.graph_input import PARAMETER
+from ndcompile.inspection.attention import fuse_attention
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
 from ndcompile.inspection.routing import even_rows
 from ndcompile.loader.layouts import storage_axes
@@ -148,6 +149,7 @@ def trace(
         groups = {axis.group: name for name, axis in mesh.axes.items()}
         run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
         _mark_parameters(captured.module.graph)
+        fuse_attention(captured.module.graph)
         graphs = lower(captured, "aot_eager", alike=True)[1]
     assert graphs.forward is not None
     assert graphs.backward is not None, "no parameter requires a gradient"
