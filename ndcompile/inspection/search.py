@@ -1,0 +1,258 @@
+"""Which layouts of a number of ranks are legal for a model, fit the memory, and how fast they would be.
+
+Memory first: the bytes of parameters, gradients and AdamW's moments follow from the plan of a layout, exactly and at
+once. Only where they fit a step is traced, once for each pair (tp, ep), and once more where fsdp=1: the ranks' kernels,
+and what they gather, are the same however the other ranks are divided into dp_replicate and fsdp. Other layouts differ
+from the traced one in the sizes of their groups, by which the collectives are timed anew; in the all-reduces of
+gradients over dp_replicate, which are added; and in the bytes of parameters, gradients and moments, which replace the
+traced ones. Overlap is that of the traced graph; the added all-reduces are exposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from ndcompile.capture import copy_without_weights
+from ndcompile.errors import PlanError
+from ndcompile.inspection.kernels import Size, filled_rows
+from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
+from ndcompile.inspection.links import Group, collective_seconds, groups_of
+from ndcompile.inspection.memory import MOMENTS, memory, stored_bytes
+from ndcompile.inspection.rates import Rates
+from ndcompile.inspection.search_result import Candidate, Illegal, Layout, SearchResult, Unfit
+from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
+from ndcompile.inspection.trace import Traced, trace
+from ndcompile.loader.rank_reads import spell_bytes
+from ndcompile.mesh import Axis
+from ndcompile.sharding_plan import ShardingPlan, build_plan
+
+
+def search(
+    model: PreTrainedModel,
+    world: int,
+    memory_bytes: int,
+    *,
+    batch_size: int,
+    seq_len: int,
+    rates: Rates,
+    stage: Callable[[str], None] = lambda text: None,
+) -> SearchResult:
+    """All layouts of `world` ranks for training `model` with AdamW, best first, and why others are not among them.
+
+    memory_bytes: of one rank. batch_size: sequences of `seq_len` tokens of a whole step, over all ranks, so that every
+    layout does the same work. stage: told what is under way; a trace takes seconds.
+
+    Raises ValueError for sizes below 1, and what `trace` and `estimate` raise.
+    """
+    for name, value in [("world", world), ("memory", memory_bytes), ("batch", batch_size), ("seq", seq_len)]:
+        if value < 1:
+            raise ValueError(f"{name}={value} must be 1 or more.")
+    part = _Part.of(model)
+    families, illegal = _legal(part, world, batch_size)
+    fitting: list[Candidate] = []
+    unfit: list[Unfit] = []
+    for layouts in families:
+        states = {layout: part.states(layout) for layout in layouts}
+        if min(states.values()) > memory_bytes:
+            unfit += [Unfit(layout, size, None) for layout, size in states.items()]
+            continue
+        stage(f"tracing a step on {layouts[-1]}")
+        step = _Step.of(part, layouts[-1], batch_size, seq_len, rates)
+        for layout, size in states.items():
+            peak = step.peak(layout) if size <= memory_bytes else None
+            if peak is None or peak > memory_bytes:
+                unfit.append(Unfit(layout, size, peak))
+            else:
+                fitting.append(step.candidate(layout, size, peak, batch_size * seq_len / world))
+    fitting.sort(key=lambda found: (found.step, found.peak, found.layout))
+    unfit.sort(key=lambda other: (other.peak is None, other.needed, other.layout))
+    name, found = type(model).__name__, (tuple(fitting), tuple(unfit), tuple(illegal))
+    result = SearchResult(name, world, memory_bytes, batch_size, seq_len, rates.name, *found)
+    return result if fitting else dataclasses.replace(result, advice=_advice(part, result))
+
+
+def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]], list[Illegal]]:
+    """Layouts that the model can have on `world` ranks, by family, and the sizes that it cannot have."""
+    families: list[list[Layout]] = []
+    illegal: dict[str, str] = {}
+    for tp in _divisors(world):
+        ranks = world // tp
+        if reason := part.refusal(Layout(1, ranks, tp)):
+            illegal[f"tp={tp}"] = reason
+            continue
+        if batch_size % ranks:
+            illegal[f"tp={tp}"] = (
+                f"A batch of {batch_size} sequences does not divide over {ranks} data ranks (dp_replicate x fsdp). "
+                f"Legal with tp={tp}: multiples of {ranks}."
+            )
+            continue
+        families += _families(world, tp, 1)
+        for ep in (tp * rest for rest in _divisors(ranks) if tp * rest > 1 and part.has_experts):
+            if reason := part.refusal(Layout(1, ranks, tp, ep)):
+                illegal.setdefault(f"ep={ep}", reason)
+            else:
+                families += _families(world, tp, ep)
+    return families, [Illegal(where, reason) for where, reason in illegal.items()]
+
+
+def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:
+    """The layouts of a pair whose steps are one program: without fsdp, and with it. The last one has the largest."""
+    ranks, rest = world // tp, max(ep // tp, 1)
+    layouts = [Layout(ranks // fsdp, fsdp, tp, ep) for fsdp in _divisors(ranks) if fsdp % rest == 0]
+    families = [layout for layout in layouts if layout.fsdp == 1], [layout for layout in layouts if layout.fsdp > 1]
+    return [family for family in families if family]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model, and a copy with one layer of each kind, whose plans are quick and tell those of the whole."""
+
+    model: PreTrainedModel
+    small: PreTrainedModel
+    stack: LayerStack
+    frozen: frozenset[str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Part:
+        small = copy_without_weights(model)
+        plan = build_plan(copy_without_weights(model), dataclasses.asdict(Layout(1, 1, 1)), DistributedConfig())
+        stack = stack_of(small, plan)
+        keep_traced(small, stack)
+        return cls(model, small, stack, frozenset(n for n, p in model.named_parameters() if not p.requires_grad))
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.model.ep_plan)
+
+    def plan(self, layout: Layout) -> ShardingPlan:
+        return build_plan(copy_without_weights(self.small), dataclasses.asdict(layout), DistributedConfig())
+
+    def refusal(self, layout: Layout) -> str:
+        """Why the model cannot have a layout; "" if it can."""
+        try:
+            self.plan(layout)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    def stored(self, layout: Layout) -> tuple[int, int]:
+        """Bytes of a rank's parameters, and of those that are trained."""
+        sizes = [
+            (p.fqn in self.frozen, stored_bytes(p) * self.stack.count(p.fqn)) for p in self.plan(layout).parameters
+        ]
+        return sum(size for _, size in sizes), sum(size for frozen, size in sizes if not frozen)
+
+    def states(self, layout: Layout) -> int:
+        """Bytes of a rank's parameters, gradients and AdamW's moments."""
+        parameters, trained = self.stored(layout)
+        return parameters + (1 + MOMENTS) * trained
+
+    def replication(self, layout: Layout, rates: Rates) -> float:
+        """Seconds of the all-reduces of gradients over dp_replicate, which a step on one replica does not have."""
+        axes = {name: Axis(name, size, 0, name) for name, size in dataclasses.asdict(layout).items() if name != "ep"}
+        group: Group = groups_of(axes, rates.ranks_a_node)["dp_replicate"]
+        trained = [p for p in self.plan(layout).parameters if p.fqn not in self.frozen]
+        return sum(
+            collective_seconds("all_reduce", stored_bytes(p), group, rates) * self.stack.count(p.fqn) for p in trained
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A traced step on one replica of a layout, which stands for the layouts of its family."""
+
+    part: _Part
+    traced: Traced
+    layout: Layout
+    traced_peak: int
+    rates: Rates
+    size: Size
+    filled: Mapping[str, float]
+
+    @classmethod
+    def of(cls, part: _Part, layout: Layout, batch_size: int, seq_len: int, rates: Rates) -> _Step:
+        sizes, each = dataclasses.asdict(layout) | {"dp_replicate": 1}, batch_size // layout.data_ranks
+        traced = trace(part.model, sizes, DistributedConfig(), batch_size=each, seq_len=seq_len)
+        top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+        filled = filled_rows(traced.plan.experts, top_k)
+        return cls(part, traced, layout, memory(traced).peak, rates, _remembering(traced.size), filled)
+
+    def peak(self, layout: Layout) -> int:
+        """Bytes at the peak: of the traced layout, with this one's parameters, gradients and moments."""
+        return self.traced_peak + self.part.states(layout) - self.part.states(self.layout)
+
+    def candidate(self, layout: Layout, states: int, peak: int, tokens: float) -> Candidate:
+        """tokens: of a step and rank."""
+        result = estimate(
+            self.traced.forward.graph,
+            self.traced.backward.graph,
+            self._axes(layout),
+            self.rates,
+            optimizer_bytes=ADAMW_PASSES * self.part.stored(layout)[1],
+            size=self.size,
+            times=self.traced.times,
+            filled=self.filled,
+        )
+        figures = {figure.name: figure.value for figure in result.time}
+        more = self.part.replication(layout, self.rates)
+        step, sending = result.step + more, figures["communication"] + more
+        exposed = (figures["exposed communication"] + more) / sending if sending else 0.0
+        return Candidate(layout, step, tokens / step, exposed, states, peak)
+
+    def _axes(self, layout: Layout) -> dict[str, Axis]:
+        """The traced axes in another layout's sizes."""
+        rest = max(layout.ep // layout.tp, 1)
+        sizes = {"tp": layout.tp, "ep": layout.ep, "ep_rest": rest, "efsdp": layout.fsdp // rest, "fsdp": layout.fsdp}
+        axes = {name: dataclasses.replace(axis, size=sizes[name]) for name, axis in self.traced.mesh.axes.items()}
+        return axes | {"dp_replicate": Axis("dp_replicate", layout.dp_replicate, 0, "dp_replicate")}
+
+
+def _remembering(size: Size) -> Size:
+    """`size`, which computes with symbols, once for each expression."""
+    known: dict[Any, int] = {}
+
+    def remembered(value: Any) -> int:
+        if isinstance(value, int):
+            return value
+        expression = value.node.expr
+        if expression not in known:
+            known[expression] = size(value)
+        return known[expression]
+
+    return remembered
+
+
+def _advice(part: _Part, result: SearchResult) -> str:
+    """What would fit, where no layout does."""
+    if not result.unfit:
+        return f"No layout of {result.world} ranks is legal for {result.model}. Change the world size or the batch."
+    least = result.unfit[0]
+    needed, states = spell_bytes(least.needed), "parameters, gradients and AdamW's moments"
+    text = f"No layout of {result.world} ranks fits {spell_bytes(result.memory_bytes)} a rank. The least is {needed} "
+    if least.peak is not None:
+        return text + (
+            f"({least.layout}), {spell_bytes(least.states)} of it {states}. That much memory would do; or a smaller "
+            "batch or sequence, or gradient checkpointing."
+        )
+    ranks = _enough(part, least.layout, result.memory_bytes)
+    more = f"They fit from {ranks} ranks." if ranks else "No number of ranks makes them fit."
+    return text + f"({least.layout}) for {states} alone. {more}"
+
+
+def _enough(part: _Part, layout: Layout, memory_bytes: int) -> int | None:
+    """Ranks, doubled as often as needed, on which the states of a layout fit; None if they never do."""
+    for _ in range(16):
+        layout = dataclasses.replace(layout, dp_replicate=1, fsdp=layout.fsdp * 2)
+        if part.states(layout) <= memory_bytes:
+            return layout.fsdp * layout.tp
+    return None

@@ -1,0 +1,75 @@
+"""The subcommand `ndcompile search`: which layouts fit a number of ranks, and how fast they would be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from ndcompile.inspection.rates import PRESETS, find_rates
+from ndcompile.inspection.search import search
+from ndcompile.inspection.source import model_of
+from ndcompile.progress import stages
+
+BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "search",
+        help="find the layouts of a number of ranks that fit the memory, the fastest first",
+        description="List the legal layouts (dp_replicate, fsdp, tp, ep) that fit the memory of a rank, the fastest "
+        "first, and why the others do not fit or are not legal. Times are estimates from stated rates. Needs no "
+        "process group, no GPU and no weights; tracing takes seconds for each pair of tp and ep.",
+    )
+    parser.add_argument("source", help="folder with a config.json, a config.json, or a Hub id")
+    parser.add_argument("--world", type=number, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--memory", type=size, required=True, metavar="SIZE", help="of a rank, such as 80GiB or 141GB")
+    parser.add_argument("--batch", type=number, metavar="N", help="sequences a step, over all ranks (as many as ranks)")
+    parser.add_argument("--seq", type=number, default=4096, metavar="N", help="tokens of a sequence (4096)")
+    parser.add_argument(
+        "--rates",
+        default="h100-infiniband",
+        metavar="NAME|FILE",
+        help=f"link and compute rates: {', '.join(PRESETS)}, or a .json or .toml file (h100-infiniband)",
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search and print; returns the exit status, 1 if nothing fits. Raises what `find_rates` and `search` raise."""
+    rates, model = find_rates(options.rates), model_of(options.source)
+    if options.checkpointing:
+        model.activation_checkpointing_enable()
+    with stages(show=True) as stage:
+        result = search(
+            model,
+            options.world,
+            options.memory,
+            batch_size=options.batch or options.world,
+            seq_len=options.seq,
+            rates=rates,
+            stage=stage,
+        )
+    print(result)
+    return 0 if result.fitting else 1
+
+
+def number(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: give 1 or more")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes, for argparse: a number and a unit, such as 80GiB (2**30) or 80GB (10**9)."""
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?) *([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in BYTES or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size of memory: give a number and a unit, such as 80GiB or 80GB"
+        )
+    return int(float(match[1]) * BYTES[match[2].upper()])

@@ -1,0 +1,202 @@
+"""Which layouts are legal for a model and fit a memory, in which order, and what the others are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
+
+from ndcompile.cli import main
+from ndcompile.inspection.memory import memory
+from ndcompile.inspection.rates import PRESETS
+from ndcompile.inspection.search import search
+from ndcompile.inspection.search_result import Layout, SearchResult
+from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
+from ndcompile.inspection.trace import trace
+
+RATES = dataclasses.replace(PRESETS["h100-infiniband"], ranks_a_node=2)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": False}
+LLAMA = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **SIZES)
+EXPERTS = Qwen3MoeConfig(
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    moe_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    **SIZES,
+)
+PARAMETERS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 2 * 256 * 64 + 64
+STATES = 4 * 4 * PARAMETERS
+"""Bytes of parameters, gradients and two moments in float32."""
+
+
+def build(config) -> LlamaForCausalLM | Qwen3MoeForCausalLM:
+    with torch.device("meta"):
+        return (LlamaForCausalLM if config is LLAMA else Qwen3MoeForCausalLM)(config)
+
+
+def find(config, world: int, memory_bytes: int, batch: int | None = None) -> SearchResult:
+    return search(build(config), world, memory_bytes, batch_size=batch or world, seq_len=32, rates=RATES)
+
+
+@pytest.fixture(scope="module")
+def four() -> SearchResult:
+    return find(LLAMA, 4, 10**9)
+
+
+@pytest.fixture(scope="module")
+def two() -> SearchResult:
+    return find(LLAMA, 2, 10**9)
+
+
+def test_every_legal_layout_that_fits_is_found(four: SearchResult) -> None:
+    expected = {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)}
+    assert {(c.layout.dp_replicate, c.layout.fsdp, c.layout.tp) for c in four.fitting} == expected
+
+
+def test_the_fastest_comes_first(four: SearchResult) -> None:
+    steps = [found.step for found in four.fitting]
+    assert steps == sorted(steps)
+    assert four.fitting[0].tokens == pytest.approx(32 / steps[0])  # of a rank: 4 sequences of 32 on 4 ranks
+
+
+def test_states_are_exact(four: SearchResult) -> None:
+    states = {found.layout: found.states for found in four.fitting}
+    assert states[Layout(4, 1, 1)] == STATES
+    assert states[Layout(1, 4, 1)] == STATES // 4
+    norms = 4 * 4 * (2 * 2 + 1) * 64  # whole on tp ranks
+    assert states[Layout(2, 1, 2)] == (STATES + norms) // 2
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 1), Layout(4, 1, 1), Layout(2, 1, 2)], ids=str)
+def test_layouts_that_were_not_traced_cost_what_their_own_trace_says(four: SearchResult, layout: Layout) -> None:
+    found = next(c for c in four.fitting if c.layout == layout)
+    traced = trace(
+        build(LLAMA),
+        dataclasses.asdict(layout),
+        DistributedConfig(),
+        batch_size=4 // layout.data_ranks,
+        seq_len=32,
+    )
+    trained = found.states // 4
+    direct = estimate(
+        traced.forward.graph,
+        traced.backward.graph,
+        traced.mesh.axes,
+        RATES,
+        optimizer_bytes=ADAMW_PASSES * trained,
+        times=traced.times,
+    )
+    assert found.step == pytest.approx(direct.step, rel=0.02)
+    assert found.peak == pytest.approx(memory(traced).peak, rel=0.1)
+
+
+def test_sizes_that_are_not_legal_name_the_axis_and_what_would_be(four: SearchResult) -> None:
+    assert [entry.where for entry in four.illegal] == ["tp=4"]
+    assert "does not divide the 2 heads" in four.illegal[0].reason
+    assert "Legal tp sizes for LlamaForCausalLM: [1, 2]" in four.illegal[0].reason
+
+
+def test_a_batch_that_does_not_divide_says_which_would() -> None:
+    result = find(LLAMA, 4, 10**9, batch=2)
+    assert {found.layout.tp for found in result.fitting} == {2}
+    assert result.illegal[0].where == "tp=1"
+    assert "multiples of 4" in result.illegal[0].reason
+
+
+def test_layouts_that_exceed_the_memory_say_what_they_need(two: SearchResult) -> None:
+    least = min(found.peak for found in two.fitting)
+    result = find(LLAMA, 2, least)
+    assert [found.peak for found in result.fitting] == [least]
+    assert all(other.needed > least for other in result.unfit)
+
+
+def test_where_nothing_fits_the_least_memory_is_named() -> None:
+    result = find(LLAMA, 1, STATES + 1)
+    assert not result.fitting
+    assert f"The least is {result.unfit[0].peak / 1e6:.4g} MB (one rank)" in result.advice
+    assert "That much memory would do" in result.advice
+
+
+def test_where_not_even_the_states_fit_the_number_of_ranks_is_named() -> None:
+    result = find(LLAMA, 2, STATES // 7)
+    assert not result.fitting
+    assert result.advice.endswith("moments alone. They fit from 8 ranks.")
+
+
+def test_an_odd_world_without_a_legal_layout_says_so() -> None:
+    result = find(LLAMA, 3, 10**9, batch=1)
+    assert result.advice.startswith("No layout of 3 ranks is legal for LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def experts() -> SearchResult:
+    return find(EXPERTS, 8, 1)  # nothing fits, so nothing is traced
+
+
+def test_expert_shards_are_multiples_of_tp(experts: SearchResult) -> None:
+    pairs = {(found.layout.tp, found.layout.ep) for found in experts.unfit}
+    assert pairs == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 4)}
+
+
+def test_expert_shards_that_do_not_divide_the_experts_name_what_would(experts: SearchResult) -> None:
+    reason = next(entry.reason for entry in experts.illegal if entry.where == "ep=8")
+    assert "Legal ep sizes: [2, 4]" in reason
+
+
+def test_a_model_without_experts_has_no_ep(four: SearchResult) -> None:
+    assert {found.layout.ep for found in four.fitting} == {1}
+
+
+def test_the_tables_stay_within_100_columns(four: SearchResult, experts: SearchResult) -> None:
+    long = dataclasses.replace(experts, fitting=4 * four.fitting)
+    lines = str(long).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("tokens/s a rank" in line for line in lines)
+    assert "and 8 slower ones that fit" in lines
+
+
+def test_reasons_that_differ_in_the_size_alone_are_one_line() -> None:
+    result = find(LLAMA, 16, 1, batch=16)
+    assert any("tp=8, 16" in line for line in str(result).splitlines())
+
+
+def save(folder: Path) -> str:
+    config = LLAMA.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", save(tmp_path), "--world", "2", "--memory", "1GiB", "--seq", "32"]) == 0
+    assert "LlamaForCausalLM on 2 ranks of 1.074 GB" in capsys.readouterr().out
+
+
+def test_the_command_fails_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", save(tmp_path), "--world", "2", "--memory", "1kB", "--seq", "32"]) == 1
+    assert "No layout of 2 ranks fits 1 kB" in capsys.readouterr().out
+
+
+def test_the_command_names_unknown_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", save(tmp_path), "--world", "2", "--memory", "1GB", "--rates", "h300"]) == 2
+    assert "rates 'h300' are unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory_size", ["80", "80GiB", "1.5 TB"])
+def test_memory_is_a_number_with_a_unit(memory_size: str) -> None:
+    from ndcompile.inspection.search_command import size
+
+    assert size(memory_size) == {"80": 80, "80GiB": 80 * 2**30, "1.5 TB": 1_500_000_000_000}[memory_size]
+
+
+def test_memory_without_a_meaning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["search", save(tmp_path), "--world", "2", "--memory", "lots"])
+    assert "'lots' is no size of memory" in capsys.readouterr().err
