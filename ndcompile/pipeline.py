@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Mapping
 
 from torch import fx
 
 from ndcompile.capture import Captured
+from ndcompile.dump import dump
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.complete_boundaries import complete_boundaries
@@ -14,7 +16,10 @@ from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.unshard_parameters import unshard_parameters
+from ndcompile.torch_private import trace_structured
 from ndcompile.verifier import verify
+
+_logger = logging.getLogger("ndcompile.pipeline")
 
 Pass = Callable[[fx.Graph, PassContext], None]
 
@@ -49,8 +54,14 @@ def run_passes(
     disabled: Collection[str] = (),
     observe: Callable[[str, fx.GraphModule], None] | None = None,
 ) -> None:
-    """Run all passes on the captured graph; `observe(name, module)` sees it at the start and after each pass."""
+    """Run all passes on the captured graph; `observe(name, module)` sees it at the start and after each pass.
+
+    The graph goes to torch's own channels as well, at the start and after each pass: as text to the log at debug level
+    (`TORCH_LOGS="+ndcompile"`), and as an artifact `ndcompile_<pass>` to the structured trace (`TORCH_TRACE=folder`).
+    """
     graph = captured.module.graph
+    groups = {axis.group: name for name, axis in context.mesh.axes.items()}
+    _publish("captured", graph, groups)
     if observe:
         observe("captured", captured.module)
     for run in PASSES:
@@ -58,8 +69,20 @@ def run_passes(
             continue
         run(graph, context)
         verify(graph, context, after=run.__name__)
+        _publish(run.__name__, graph, groups)
         if observe:
-            captured.module.recompile()
             observe(run.__name__, captured.module)
     verify(graph, context, after="pipeline")
     captured.module.recompile()
+
+
+def _publish(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> None:
+    """The graph as the pass `name` left it, to whoever listens; the text is made only then."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug("graph after %s, %d nodes\n%s", name, len(graph.nodes), dump(graph, groups))
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"ndcompile_{name}", "encoding": "string"},
+        payload_fn=lambda: dump(graph, groups),
+        expect_trace_id=False,
+    )

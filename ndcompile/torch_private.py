@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
+from torch._logging import trace_structured
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
@@ -126,6 +127,7 @@ __all__ = [
     "register_process_group",
     "resolve_process_group",
     "select_decomp_table",
+    "trace_structured",
     "tracing",
     "two_dimensional_grid",
     "unregister_process_group",
