@@ -132,7 +132,7 @@ def test_a_quantized_model_is_refused():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"backend": "eager"}, "backend 'eager' is unknown. Use one of"),
+        ({"backend": "nvcc"}, "backend 'nvcc' is unknown. Use one of"),
         ({"disable_passes": ["fuse"]}, r"names \['fuse'\], which are no passes. Passes: \['"),
         ({"disable_passes": ["unshard_parameters"]}, "cannot be disabled"),
     ],
