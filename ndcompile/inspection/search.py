@@ -1,17 +1,18 @@
 """Which layouts of a number of ranks are legal for a model, fit the memory, and how fast they would be.
 
 Memory first: the bytes of parameters, gradients and AdamW's moments follow from the plan of a layout, exactly and at
-once. Only where they fit a step is traced, once for each pair (tp, ep), and once more where fsdp=1: the ranks' kernels,
+once. Only where they fit a step is traced, once for each pair (tp, ep) with fsdp, and once without: the ranks' kernels,
 and what they gather, are the same however the other ranks are divided into dp_replicate and fsdp. Other layouts differ
 from the traced one in the sizes of their groups, by which the collectives are timed anew; in the all-reduces of
 gradients over dp_replicate, which are added; and in the bytes of parameters, gradients and moments, which replace the
-traced ones. Overlap is that of the traced graph; the added all-reduces are exposed.
+traced ones. Overlap is that of the traced graph; the added all-reduces are exposed. Padding of shards that do not
+divide evenly is counted in bytes held, not in time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,9 @@ def search(
         if min(states.values()) > memory_bytes:
             unfit += [Unfit(layout, size, None) for layout, size in states.items()]
             continue
-        stage(f"tracing a step on {layouts[-1]}")
-        step = _Step.of(part, layouts[-1], batch_size, seq_len, rates)
+        traced = _representative(layouts)
+        stage(f"tracing a step on {traced}")
+        step = _Step.of(part, traced, batch_size, seq_len, rates)
         for layout, size in states.items():
             peak = step.peak(layout) if size <= memory_bytes else None
             if peak is None or peak > memory_bytes:
@@ -102,11 +104,17 @@ def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]]
 
 
 def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:
-    """The layouts of a pair whose steps are one program: without fsdp, and with it. The last one has the largest."""
+    """The layouts of a pair whose steps are one program: without fsdp, and with it, which grows."""
     ranks, rest = world // tp, max(ep // tp, 1)
     layouts = [Layout(ranks // fsdp, fsdp, tp, ep) for fsdp in _divisors(ranks) if fsdp % rest == 0]
     families = [layout for layout in layouts if layout.fsdp == 1], [layout for layout in layouts if layout.fsdp > 1]
     return [family for family in families if family]
+
+
+def _representative(layouts: Sequence[Layout]) -> Layout:
+    """The layout to trace: as few shards as make it gather dense weights and experts. Many make long graphs, as every
+    shard that is put in place, or is uneven, has nodes of its own."""
+    return next((layout for layout in layouts if layout.fsdp * layout.tp > layout.ep), layouts[-1])
 
 
 def _divisors(number: int) -> list[int]:
