@@ -17,6 +17,7 @@ import transformers
 from ndcompile.errors import NdcompileError
 from ndcompile.inspection.plan_command import add_axes
 from ndcompile.inspection.plan_command import add_parser as add_plan
+from ndcompile.inspection.search_command import add_parser as add_search
 from ndcompile.inspection.source import model_of
 from ndcompile.loader.proof import Proof
 from ndcompile.loader.rank_reads import ReadPlan, spell_bytes
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ndcompile", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="command")
     add_plan(commands)
+    add_search(commands)
     _add_verify(commands)
     return parser
 
