@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 CONFIGS = Path(__file__).parent / "zoo_configs"
 
@@ -32,6 +39,16 @@ def on_meta(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> 
     """The model without memory, in train mode."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config(name, **overrides), dtype=dtype).train()
+
+
+def bench_config(kind: str, layers: int) -> PretrainedConfig:
+    """The models of bench/train.py in bfloat16: Llama-3-8B ("dense") and Qwen3-30B-A3B ("moe") widths."""
+    if kind == "dense":
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+        return LlamaConfig(num_attention_heads=32, num_hidden_layers=layers, dtype=torch.bfloat16, **sizes)
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_key_value_heads": 4, "vocab_size": 151936}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+    return Qwen3MoeConfig(num_attention_heads=32, num_hidden_layers=layers, dtype=torch.bfloat16, **sizes, **experts)
 
 
 def perturb(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,7 +22,7 @@ GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 class Storages:
     """The storages of a graph, in the order in which its nodes run.
 
-    order: nodes; a gather of a weight, which the graph has in front, stands before the first use of the weight.
+    order: nodes; gathers of weights stand before the first use, reductions of gradients behind the gradient.
     owner: node -> the node whose memory it names. death: owner -> index in `order` of the last node that reads it;
     owners that are graph outputs are alive at the end. Owners without an entry are never written.
     """
@@ -33,7 +33,7 @@ class Storages:
     death: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.order = _gathers_late(self.graph)
+        self.order = _as_run(self.graph)
         self._owners()
         self._deaths()
 
@@ -91,33 +91,43 @@ def _own_part(node: fx.Node) -> bool:
 VIEWS_IN_PARTS = {"split", "split_with_sizes", "unbind", "chunk", "unsafe_split"}
 
 
-def _gathers_late(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes, with gathers of inputs and what is made of them alone right before their first use.
+def _as_run(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes, gathers of weights right before their first use and reductions of gradients right behind the gradient.
 
-    The graph has them in front; inductor orders for the least memory.
+    The graph has gathers in front and reductions at the end; inductor orders for the least memory.
     """
-    moved: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes:
-            gathers = node.target is GATHER or moved.intersection(node.all_input_nodes)
-            single = node.target is GATHER or is_view(node) or name_of(node) == "cat"
-            sources = node.all_input_nodes
-            if gathers and single and all(s.op == "placeholder" or s in moved or _from_input(s) for s in sources):
-                moved.add(node)
+    late = _gathers(graph)
+    early = {node for node in graph.nodes if (node.meta.get("custom") or {}).get("unshard") and node not in late}
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
 
     def place(node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source in moved and source not in placed:
+            if source in late and source not in placed:
                 place(source)
         placed.add(node)
         order.append(node)
+        for user in node.users:
+            if user in early and user not in placed and placed.issuperset(user.all_input_nodes):
+                place(user)
 
     for node in graph.nodes:
-        if node not in moved:
+        if node not in late and node not in placed:
             place(node)
     return order
+
+
+def _gathers(graph: fx.Graph) -> set[fx.Node]:
+    """Gathers of inputs, and what is made of them alone by views and joins."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.all_input_nodes:
+            continue
+        begins = node.target is GATHER and _from_input(node.all_input_nodes[0])
+        joins = is_view(node) or name_of(node) == "cat"
+        if begins or (joins and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def _from_input(node: fx.Node) -> bool:
