@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def fuse_attention(graph: fx.Graph) -> None:
     """Replace attention that only GPUs fuse by the operator that they run. Only shapes are asked of it."""
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        query, key, value = (source.meta["val"] for source in node.args[:3])  # type: ignore[union-attr]
+        query, key, value = (source.meta["val"] for source in node.args[:3])
         if query.shape[-1] == value.shape[-1] or query.shape[-3] != key.shape[-3]:
             continue
         given = _arguments(node)
