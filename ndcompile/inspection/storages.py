@@ -7,6 +7,7 @@ reads is written. Here operators that are connected without a kernel of another 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -84,8 +85,10 @@ class Storages:
 
 def _own_part(node: fx.Node) -> bool:
     """Whether a node takes one of several tensors that an operator returned, each with memory of its own."""
-    source = node.all_input_nodes[0]
-    return name_of(node) == "" and not is_view(source) and name_of(source) not in VIEWS_IN_PARTS
+    source = node
+    while source.target is operator.getitem:
+        source = source.all_input_nodes[0]
+    return source is not node and not is_view(source) and name_of(source) not in VIEWS_IN_PARTS
 
 
 VIEWS_IN_PARTS = {"split", "split_with_sizes", "unbind", "chunk", "unsafe_split"}

@@ -99,7 +99,8 @@ class Traced:
             return value
         expression = value.node.expr
         if expression not in self._known:
-            self._known[expression] = int(expression.subs(self.rows))
+            number = expression.subs(self.rows)
+            self._known[expression] = int(number if number.is_number else value.node.hint)
         return self._known[expression]
 
     def nbytes(self, value: Tensor) -> int:
