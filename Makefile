@@ -2,7 +2,7 @@
 #
 #   make demo     fine-tune SmolLM2-135M on fsdp=2 x tp=3 with 6 processes on the CPU
 #   make test     lint, type check and all tests
-#   make parity   the full matrix of layouts against the single-process model; writes a table
+#   make parity   the full matrix of layouts against the single-process model, which writes a table, and slow tests
 #                 (PART="Expert parallelism" runs one part of it)
 #   make lint     ruff and mypy only
 
@@ -30,6 +30,7 @@ test: toolchain lint
 
 parity: toolchain $(VENV)/.installed
 	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")
+	$(if $(PART),,$(BIN)/python -m pytest -m slow)
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -48,9 +48,9 @@ def _figures(name: str, config: dict, layers: int, whole: bool) -> dict:
     ("name", "config", "layers"),
     [
         ("llama", {"fsdp_size": 4, "tp_size": 2}, 3),
-        ("gemma2", {"fsdp_size": 4}, 7),
+        pytest.param("gemma2", {"fsdp_size": 4}, 7, marks=pytest.mark.slow),
         ("qwen3_moe", {"fsdp_size": 4, "tp_size": 2, "ep_size": 4}, 3),
-        ("deepseek_v3", {"fsdp_size": 2, "ep_size": 2}, 5),
+        pytest.param("deepseek_v3", {"fsdp_size": 2, "ep_size": 2}, 5, marks=pytest.mark.slow),
     ],
 )
 def test_figures_of_layers_traced_once_equal_those_of_all_layers(name, config, layers):
