@@ -5,13 +5,12 @@ The file loads nothing: style, script and data are inside, and its content polic
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
 from ndcompile.inspection.report import Report
+from ndcompile.inspection.serial import plain
 
 PARTS = {"/* style */": ("page.css",), "/* script */": ("page_model.js", "page.js")}
 """Places of the template, and the files that go there: what the data means, and how it is drawn."""
@@ -49,18 +48,7 @@ def page(report: Report) -> str:
 
 def embedded(report: Report) -> str:
     """JSON that can stand in a script element: no `<`, so neither `</script>` nor `<!--` can end or extend it."""
-    return json.dumps(_plain(report), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _plain(value: object) -> object:
-    """Dataclasses and mappings of any kind as dicts, sequences as lists."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
+    return json.dumps(plain(report), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _template(name: str) -> str:
