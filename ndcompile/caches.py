@@ -29,10 +29,12 @@ MARK = "ndcompile_varying"
 class CacheState:
     """What a cache holds at a call, flattened.
 
-    lengths: the distinct numbers of tokens in it, which become symbols `past0`, `past1`, ... of the graph.
+    name: of the argument that takes it. lengths: the distinct numbers of tokens in it, which become symbols `past0`,
+    `past1`, ... of the graph.
     """
 
     cache: Cache
+    name: str
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
@@ -112,14 +114,14 @@ class CacheState:
         return copied
 
 
-def read_cache(cache: Any) -> CacheState:
-    """Flatten a cache.
+def read_cache(cache: Any, name: str) -> CacheState:
+    """Flatten a cache, which is the argument `name`.
 
     Raises UnsupportedError for one that is no list of layers, and for one with content that another model put there.
     """
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise UnsupportedError(
-            f"past_key_values is a {type(cache).__name__}. A compiled model takes a cache with layers, such as "
+            f"The {name} argument is a {type(cache).__name__}. A compiled model takes a cache with layers, such as "
             "DynamicCache(config=model.config)."
         )
     with_paths, spec = pytree.tree_flatten_with_path([dict(vars(layer)) for layer in cache.layers])
@@ -134,10 +136,10 @@ def read_cache(cache: Any) -> CacheState:
             lengths[leaf] = None
     if cache.get_seq_length() and not hasattr(cache, MARK):
         raise UnsupportedError(
-            "past_key_values holds tokens that this model did not see when it was compiled: under tp every rank keeps "
+            "The cache holds tokens that this model did not see when it was compiled: under tp every rank keeps "
             "the heads of its own. Start with an empty cache."
         )
-    return CacheState(cache, spec, leaves, paths, tuple(lengths))
+    return CacheState(cache, name, spec, leaves, paths, tuple(lengths))
 
 
 def new_cache(config: Any) -> Cache:
@@ -172,7 +174,7 @@ class CacheUpdate:
             leaves.append(leaf)
         layers = state.cache.layers
         for kind in self.layers[len(layers) :]:
-            layers.append(kind.__new__(kind))
+            layers.append(object.__new__(kind))
         for layer, values in zip(layers, pytree.tree_unflatten(leaves, self.spec), strict=True):
             layer.__dict__ = values
 

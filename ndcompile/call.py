@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ndcompile.caches import CacheState, new_cache, read_cache
+from ndcompile.transformers_private import CACHE_NAMES
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,8 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(parameter.name, {}))
     arguments = {name: value for name, value in bound.items() if value is not None}
-    cache = arguments.pop("past_key_values", None)
-    if cache is None and arguments.get("use_cache"):
-        cache = new_cache(config)
+    given = [arguments.pop(name) for name in CACHE_NAMES if name in arguments]
+    cache = given[0] if given else new_cache(config) if arguments.get("use_cache") else None
     if cache is not None:
         arguments.setdefault("use_cache", True)  # the traced model's own default is off
     items = arguments.get("num_items_in_batch")
@@ -130,5 +130,10 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         paths=tuple(pytree.keystr(path) for path, _ in with_paths),
         batch=batch,
         sequence=sequence,
-        cache=None if cache is None else read_cache(cache),
+        cache=None if cache is None else read_cache(cache, _cache_name(signature)),
     )
+
+
+def _cache_name(signature: inspect.Signature) -> str:
+    """What this forward calls its cache."""
+    return next((name for name in CACHE_NAMES if name in signature.parameters), CACHE_NAMES[0])

@@ -85,7 +85,8 @@ class Captured:
         return int(expression.subs(self._values(sizes)))
 
     def _values(self, sizes: Mapping[str, int]) -> dict[Any, int]:
-        return {s.node.expr: sizes[name] for name, s in self.symbols.items() if not isinstance(s, int)}
+        # _expr is the symbol as it was made; expr is what the trace found it to be equal to.
+        return {s.node._expr: sizes[name] for name, s in self.symbols.items() if not isinstance(s, int)}
 
 
 class Shadow:
@@ -242,7 +243,7 @@ def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequenc
     if call.cache is None:
         return shadow.module(**keywords), None, cached
     cache = call.cache.copy_with(cached)
-    return shadow.module(**keywords, past_key_values=cache), cache, cached
+    return shadow.module(**keywords, **{call.cache.name: cache}), cache, cached
 
 
 def state_inputs(shadow: Shadow, model: nn.Module, fake_mode: FakeTensorMode) -> tuple[list[GraphInput], list[Any]]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,7 @@ def compiled_model(model: nn.Module) -> CompiledModel:
 
     What torch.compile returns is asked for the model that it wraps.
     """
-    forward = getattr(model, "_orig_mod", model).__dict__.get("forward")
+    forward: Any = getattr(model, "_orig_mod", model).__dict__.get("forward")
     forward = forward.prepared.compiled if hasattr(forward, "prepared") else forward
     if not isinstance(forward, CompiledModel):
         raise NdcompileError(f"{type(model).__name__} was not compiled with ndcompile.compile.")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ndcompile.compiled_model import CompiledModel
+from ndcompile.errors import UnsupportedError
 
 
 def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
@@ -23,9 +24,16 @@ def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
     Each data rank passes prompts of its own, and tp ranks the same ones. `synced_gpus` is on where data ranks share
     collectives. Sampling uses the random state of the first rank of each tp group; the others' stays as it was.
 
-    Raises AgreementError on every rank if tp ranks were given different tensors.
+    Raises AgreementError on every rank if tp ranks were given different tensors, and UnsupportedError for
+    `use_cache=False` on several data ranks.
     """
     model, method = compiled.model, type(compiled.model).generate
+    config = kwargs.get("generation_config") or model.generation_config
+    if compiled.mesh.data_world_size > 1 and kwargs.get("use_cache", config.use_cache) is False:
+        raise UnsupportedError(
+            "generate(use_cache=False) on several data ranks: one that has finished goes on with inputs of other "
+            "lengths, and the others would wait for it. Use the cache (use_cache=True)."
+        )
     compiled.generations += 1
     step = f"generate{compiled.generations}"
     given = inspect.signature(method).bind(model, *args, **kwargs).arguments

@@ -27,6 +27,7 @@ __all__ = [
     "AUXILIARY_LOSS",
     "CACHE_COUNTS",
     "CACHE_LENGTHS",
+    "CACHE_NAMES",
     "LoadStateDictInfo",
     "WeightConverter",
     "WeightRenaming",
@@ -45,6 +46,8 @@ __all__ = [
 AUXILIARY_LOSS = "load_balancing_loss_func"
 """Every MoE model of transformers with an auxiliary loss calls a function of its modeling file, of this name. 5.24."""
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call their key-value cache; 5.24 has the first name, and takes the others for a while."""
 CACHE_LENGTHS = {"keys": 2, "values": 2, "indexer_keys": 1}
 """Attributes of a cache's layers -> the dim that grows with every token. 5.24."""
 CACHE_COUNTS = ("cumulative_length",)

@@ -35,7 +35,7 @@ def _generate(name, layout, overrides, checkpoint, options, arguments, seed=None
     if seed is not None:
         torch.manual_seed(seed + dist.get_rank())
     rank = ndcompile.data_rank(model)
-    tokens = model.generate(**_prompts(rank), pad_token_id=0, **arguments)
+    tokens = model.generate(**_prompts(rank), pad_token_id=0, use_cache=True, **arguments)
     programs = [len(signature.programs) for signature in compiled_model(model).signatures.values()]
     return rank, tokens, programs
 
@@ -44,7 +44,7 @@ def _expected(name, overrides, data_rank, arguments, seed=None):
     model = models.build(name, **overrides).eval()
     if seed is not None:
         torch.manual_seed(seed)
-    return model.generate(**_prompts(data_rank), pad_token_id=0, **arguments)
+    return model.generate(**_prompts(data_rank), pad_token_id=0, use_cache=True, **arguments)
 
 
 @pytest.mark.parametrize(("model", "layout", "overrides", "options"), CASES, ids=lambda v: v if v is str else None)
@@ -55,7 +55,7 @@ def test_greedy_tokens_are_those_of_one_process(world, checkpoint, model, layout
     )
     for rank, tokens, programs in results:
         assert torch.equal(tokens, _expected(model, overrides, rank, arguments))
-        assert sum(programs) <= (4 if model == "gemma2" else 3)  # the prompt, then one token more each
+        assert programs == [1, 3 if model == "gemma2" else 1]  # the prompt; one token more, whatever the length
 
 
 def test_sampling_with_different_seeds_gives_a_tp_group_the_tokens_of_its_first_rank(world, checkpoint):
@@ -90,10 +90,10 @@ def _steps(layout, checkpoint):
     ids, cache = models.token_ids(2, 9), DynamicCache(config=model.config)
     with torch.no_grad():
         whole = model(input_ids=ids).logits
-        first = model(input_ids=ids[:, :5], past_key_values=cache)
-        second = model(input_ids=ids[:, 5:8], past_key_values=first.past_key_values)
-        third = model(input_ids=ids[:, 8:], past_key_values=second.past_key_values, use_cache=True)
-    assert third.past_key_values is cache
+        first = model(input_ids=ids[:, :5], cache=cache)
+        second = model(input_ids=ids[:, 5:8], cache=first.cache)
+        third = model(input_ids=ids[:, 8:], past_key_values=second.cache, use_cache=True)
+    assert third.cache is cache
     assert cache.get_seq_length() == 9
     return workers.error(torch.cat([first.logits, second.logits, third.logits], 1), whole)
 
@@ -104,25 +104,31 @@ def test_logits_with_a_cache_are_those_without(world, checkpoint):
 
 def _other_prompts():
     model = ndcompile.compile(models.build("llama", **TWO), workers.mesh(TP2), backend="eager").eval()
-    model.generate(models.token_ids(2, 6, seed=dist.get_rank()), max_new_tokens=2)
+    model.generate(models.token_ids(2, 6, seed=dist.get_rank()), max_new_tokens=2, use_cache=True)
 
 
 def _foreign_cache():
     plain = models.build("llama", **TWO).eval()
-    cache = plain(models.token_ids(2, 6), use_cache=True).past_key_values
+    cache = plain(models.token_ids(2, 6), use_cache=True).cache
     model = ndcompile.compile(plain, workers.mesh(TP2), backend="eager").eval()
-    model(models.token_ids(2, 1), past_key_values=cache)
+    model(models.token_ids(2, 1), cache=cache)
 
 
 def _tuples():
     model = ndcompile.compile(models.build("llama", **TWO), workers.mesh(TP2), backend="eager").eval()
-    model(models.token_ids(2, 1), past_key_values=((torch.ones(1), torch.ones(1)),))
+    model(models.token_ids(2, 1), cache=((torch.ones(1), torch.ones(1)),))
+
+
+def _no_cache():
+    model = ndcompile.compile(models.build("llama", **TWO), workers.mesh(EP2), backend="eager").eval()
+    model.generate(models.token_ids(2, 6), max_new_tokens=2, use_cache=False)
 
 
 MISTAKES = {
+    _no_cache: "Use the cache",
     _other_prompts: "of one tp group were given different values of inputs",
     _foreign_cache: "Start with an empty cache",
-    _tuples: "past_key_values is a tuple",
+    _tuples: "The cache argument is a tuple",
 }
 
 
