@@ -86,13 +86,17 @@ def test_inference_mode(model, plain):
 
 def test_use_cache_unset_is_off(model):
     with torch.no_grad():
-        assert "past_key_values" not in model(input_ids=IDS)
+        assert model(input_ids=IDS).cache is None
 
 
-@pytest.mark.parametrize("argument", [{"use_cache": True}, {"past_key_values": object()}])
-def test_a_key_value_cache_is_refused_by_name(model, argument):
-    with pytest.raises(UnsupportedError, match="no key-value cache yet: call it without past_key_values and use_cache"):
-        model(input_ids=IDS, **argument)
+def test_use_cache_returns_a_cache_that_the_next_call_takes(model):
+    with torch.no_grad():
+        first = model(input_ids=IDS[:, :-1], use_cache=True)
+        second = model(input_ids=IDS[:, -1:], cache=first.cache)
+        whole = model(input_ids=IDS)
+    assert second.cache is first.cache
+    assert second.cache.get_seq_length() == IDS.shape[1]
+    torch.testing.assert_close(second.logits[:, -1], whole.logits[:, -1])
 
 
 def test_the_same_signature_captures_once(model):

@@ -24,7 +24,6 @@ def model():
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("generate", [models.token_ids(1, 4)], r"needs a key-value cache.*Generate with an uncompiled copy"),
         ("push_to_hub", ["me/model"], r"would upload from every rank\. Call save_pretrained\(folder\) on all ranks"),
         ("resize_token_embeddings", [140], r"changes parameters\. Resize.*, then call ndcompile\.compile"),
         ("add_adapter", [None], r"adds parameters\. Add.*, then call ndcompile\.compile"),

@@ -217,7 +217,12 @@ def _other_backend():
     torch.compile(_prepared(), backend="aot_eager")(models.token_ids(2, 8))
 
 
+def _generate():
+    _prepared().generate(models.token_ids(2, 8))
+
+
 MISTAKES = {
+    _generate: "a prepared model does not have. Use ndcompile.compile",
     _unprepared: "call ndcompile.prepare(model, mesh, checkpoint=...) first",
     _other_options: "options['lowering'] of torch.compile is 'inductor', but the model was prepared with 'eager'",
     _eager_call: 'torch.compile(model, backend="ndcompile")',
