@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.compiler
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass as without_torch_function
 from torch._dynamo import patch_dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
@@ -163,4 +164,5 @@ __all__ = [
     "tracing",
     "two_dimensional_grid",
     "unregister_process_group",
+    "without_torch_function",
 ]

@@ -154,7 +154,7 @@ def inductor(run: Runner) -> list[str]:
 
 
 def front_ends(run: Runner) -> list[str]:
-    """The models and layouts of the first part through torch.compile: errors, and the collectives of both front ends."""
+    """The models and layouts of the first part through torch.compile."""
     lines = [
         "Each cell: the largest error of torch.compile against the single-process model, and whether its collectives"
     ]
