@@ -11,7 +11,8 @@ LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama
 those of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds
 of the first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW),
 tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token
-does not meet), peak memory in GB, the loss.
+does not meet), peak memory in GB, the loss; with --profile the time of communication, and the part of it that no other
+kernel hides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     measure(step, 2)
     times = measure(step, args.steps)
     if args.profile and dist.get_rank() == 0:
-        profile(step, args.profile)
+        result |= profile(step, args.profile)
     elif args.profile:
         step()
     loss = step()
@@ -205,7 +206,9 @@ def value(loss: torch.Tensor) -> float:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
 
-def profile(step: Callable[[], Any], path: str) -> None:
+def profile(step: Callable[[], Any], path: str) -> dict[str, float]:
+    """Write a table of kernels; returns milliseconds of communication in the step, and how many of them no other kernel
+    ran."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -214,6 +217,30 @@ def profile(step: Callable[[], Any], path: str) -> None:
         torch.cuda.synchronize()
     with open(path, "w") as out:
         out.write(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
+    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [("nccl" in event.name.lower(), event.time_range.start, event.time_range.end) for event in kernels]
+    communication = merged((start, end) for is_nccl, start, end in spans if is_nccl)
+    computation = merged((start, end) for is_nccl, start, end in spans if not is_nccl)
+    together = length(communication) + length(computation) - length(merged(communication + computation))
+    return {
+        "communication_ms": round(length(communication) / 1e3, 1),
+        "exposed_ms": round((length(communication) - together) / 1e3, 1),
+    }
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of time spans, as spans that do not touch."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 def main() -> None:
@@ -226,7 +253,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--profile", help="file for a table of kernels")
+    parser.add_argument("--profile", help="file for a table of kernels; adds communication times to the line")
     parser.add_argument("--out", help="file to append the line to")
     args = parser.parse_args()
     args.checkpoint = f"{args.checkpoint}-{args.model}"
