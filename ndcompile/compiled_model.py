@@ -33,6 +33,7 @@ from ndcompile.loader import (
     load_into,
     materialize_buffers,
 )
+from ndcompile.loss_only import drop_logits, explain_logits
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
@@ -77,11 +78,15 @@ class CompiledModel:
         backend: str,
         dynamic: bool | None,
         disabled: frozenset[str],
+        loss_only: bool,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
+        self.loss_only = loss_only
+        if loss_only:
+            drop_logits(self.shadow.module)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
@@ -147,7 +152,10 @@ class CompiledModel:
             outputs = list(self._run(program, inputs))
         counted = program.captured.counted
         self.dropped = dict(zip(counted, outputs[len(outputs) - len(counted) :], strict=True))
-        return pytree.tree_unflatten(outputs[: len(outputs) - len(counted)], program.captured.output_spec)
+        output = pytree.tree_unflatten(outputs[: len(outputs) - len(counted)], program.captured.output_spec)
+        if self.loss_only:
+            explain_logits(output)
+        return output
 
     def _run(self, program: Program, inputs: list[Tensor]) -> Sequence[Tensor]:
         try:

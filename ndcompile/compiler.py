@@ -40,6 +40,7 @@ def compile(
     dynamic: bool | None = None,
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
+    loss_only: bool = False,
 ) -> PreTrainedModel:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -58,6 +59,9 @@ def compile(
     disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
     expert_capacity: exchange tokens in fixed shapes: a rank sends every other at most this multiple of an even share
         (tokens x top_k / ep) and drops the rest, see `dropped_tokens`; math.inf is the worst case, which drops nothing.
+    loss_only: a call with labels returns the loss and no logits, which are then never whole: they are computed, and
+        their gradient, for a part of the tokens at a time and on shards of the vocabulary. `.logits` of such an output
+        raises UnsupportedError when it is used; a call without labels returns logits as ever.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -81,7 +85,13 @@ def compile(
         expert_capacity=expert_capacity,
     )
     compiled = CompiledModel(
-        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+        model,
+        storage_mesh(mesh, ep),
+        plan,
+        backend=backend,
+        dynamic=dynamic,
+        disabled=frozenset(disable_passes),
+        loss_only=loss_only,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     compiled.bind()

@@ -11,6 +11,7 @@ from ndcompile.capture import Captured
 from ndcompile.dump import dump
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
+from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
     complete_boundaries,
     merge_boundaries,
     reduce_auxiliary_loss,
+    chunk_loss,
     seed_random_ops,
     checkpoint_layers,
     unshard_parameters,
