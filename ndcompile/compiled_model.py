@@ -203,7 +203,7 @@ class CompiledModel:
         stage("running the passes")
         run_passes(captured, self._pass_context(captured), self.disabled)
         stage(f"compiling with {self.backend}")
-        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
+        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
