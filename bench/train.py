@@ -82,14 +82,16 @@ def save_checkpoint(folder: str, kind: str, layers: int) -> None:
 def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
-    asked = distributed_config(sizes, args.exchange)
-    dynamic = False if args.exchange == "all_gather" else None
-    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, dynamic=dynamic)
+    asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
+    options = {"loss_only": args.loss_only, "disable_passes": args.disable}
+    if args.exchange == "all_gather":
+        options["dynamic"] = False
+    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, **options)
 
 
-def distributed_config(sizes: dict[str, int], exchange: str) -> DistributedConfig:
+def distributed_config(sizes: dict[str, int], exchange: str, **options: bool) -> DistributedConfig:
     asked = {f"{name}_size": size for name, size in sizes.items()}
-    return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange)
+    return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange, **options)
 
 
 def build_transformers(folder: str, sizes: dict[str, int], exchange: str, compiled: bool) -> Any:
@@ -151,6 +153,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
     asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
+    if system == "ndcompile":
+        options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
+        asked |= {name: value for name, value in options.items() if value}
     result: dict[str, Any] = {
         "case": args.case,
         **asked,
@@ -248,6 +253,9 @@ def main() -> None:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=("llama", "moe"), default="llama")
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
+    parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
+    parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
+    parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--checkpoint", default="build/bench")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")

@@ -16,6 +16,7 @@ from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.seed_random_ops import seed_random_ops
+from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.schedule import SCHEDULING
 from ndcompile.torch_private import trace_structured
@@ -28,6 +29,7 @@ Pass = Callable[[fx.Graph, PassContext], None]
 PASSES: tuple[Pass, ...] = (
     complete_boundaries,
     merge_boundaries,
+    shard_sequence,
     reduce_auxiliary_loss,
     chunk_loss,
     seed_random_ops,

@@ -21,7 +21,8 @@ SCHEDULING: Mapping[str, Mapping[str, Any]] = {
         ],
     },
     # One gather and one reduce-scatter for several parameters: fewer launches, and copies of what is sent.
-    "bucket_collectives": {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"},
+    # Gathers of parameters alone: merging those of the chunks of a loss would keep the logits of all chunks.
+    "bucket_collectives": {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "all"},
 }
 """Name of a pass -> settings of torch._inductor.config, which torch 2.11 and 2.13 share."""
 
