@@ -68,9 +68,10 @@ class _VocabularyLoss(torch.autograd.Function):
             total = loss if total is None else total + loss
             if needed[0]:
                 grad_rows.append((grad @ weight).to(hidden.dtype))
-            if needed[1]:
-                product = (grad.t() @ part) if grad_weight is None else torch.addmm(grad_weight, grad.t(), part)
-                grad_weight = product.to(weight.dtype)
+            if needed[1] and grad_weight is None:
+                grad_weight = (grad.t() @ part).to(weight.dtype)
+            elif needed[1]:
+                add_product(grad_weight, grad, part)
             if needed[2]:
                 summed = grad.sum(0, dtype=head.dtype)
                 grad_bias = summed if grad_bias is None else grad_bias + summed
@@ -108,8 +109,9 @@ def _chunk(logits: Tensor, labels: Tensor, head: Head, with_gradient: bool) -> t
         first = head.coordinate * logits.shape[-1]
         column = labels - first
         z = torch.where(columns < head.full - first, z, torch.finfo(head.dtype).min)  # the padding of uneven shards
-    peak = z.amax(-1)
-    log_sum = _log_sum(peak, torch.exp(z - peak.unsqueeze(-1)).sum(-1), head)
+    peak = z.amax(-1, keepdim=True)
+    total = torch.exp(z - peak).sum(-1, keepdim=True)  # in this form inductor reads the logits once for both
+    log_sum = _log_sum(peak.squeeze(-1), total.squeeze(-1), head)
     here = counted & (column >= 0) & (column < logits.shape[-1])
     picked = z.gather(-1, torch.where(here, column, 0).unsqueeze(-1)).squeeze(-1)
     loss = torch.where(here, log_sum - picked, 0.0).sum()
@@ -131,6 +133,18 @@ def _log_sum(peak: Tensor, total: Tensor, head: Head) -> Tensor:
         peak = peaks.amax(0)
         total = (totals * torch.exp(peaks - peak)).sum(0)
     return torch.log(total) + peak
+
+
+@torch.library.custom_op("ndcompile::add_product", mutates_args=("total",))
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right. In place: inductor's own addmm copies the sum so far, which is as large as the weight."""
+    left, right = left.to(total.dtype), right.to(total.dtype)
+    torch.addmm(total, left.t(), right, out=total)
+
+
+@add_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
 
 
 @torch.library.custom_op("ndcompile::finished_loss", mutates_args=())
