@@ -33,6 +33,7 @@ from ndcompile.loader import (
     load_into,
     materialize_buffers,
 )
+from ndcompile.loss_only import drop_logits, explain_logits
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
@@ -79,11 +80,15 @@ class CompiledModel:
         backend: str,
         dynamic: bool | None,
         disabled: frozenset[str],
+        loss_only: bool,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
+        self.loss_only = loss_only
+        if loss_only:
+            drop_logits(self.shadow.module)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
@@ -154,7 +159,10 @@ class CompiledModel:
             captured.cache.mark(call.cache.cache, program.varying)
             if captured.cache_leaf is not None:
                 returned.insert(captured.cache_leaf, call.cache.cache)
-        return pytree.tree_unflatten(returned, captured.output_spec)
+        output = pytree.tree_unflatten(returned, captured.output_spec)
+        if self.loss_only:
+            explain_logits(output)
+        return output
 
     def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
         """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
@@ -215,7 +223,7 @@ class CompiledModel:
         stage("running the passes")
         run_passes(captured, self._pass_context(captured), self.disabled)
         stage(f"compiling with {self.backend}")
-        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
+        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:

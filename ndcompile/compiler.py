@@ -43,6 +43,7 @@ def compile(
     dynamic: bool | None = None,
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
+    loss_only: bool = False,
 ) -> PreTrainedModel:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -61,6 +62,9 @@ def compile(
     disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
     expert_capacity: exchange tokens in fixed shapes: a rank sends every other at most this multiple of an even share
         (tokens x top_k / ep) and drops the rest, see `dropped_tokens`; math.inf is the worst case, which drops nothing.
+    loss_only: a call with labels returns the loss and no logits, which are then never whole: they are computed, and
+        their gradient, for a part of the tokens at a time and on shards of the vocabulary. `.logits` of such an output
+        raises UnsupportedError when it is used; a call without labels returns logits as ever.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -68,7 +72,7 @@ def compile(
     Raises MeshError, PlanError, UnsupportedError or CheckpointError before any collective, on every rank.
     """
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity
+        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity, loss_only
     )
     compiled.bind()
     if hasattr(model, "generate"):
@@ -90,7 +94,7 @@ def prepare(
     """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
 
     Dynamo traces a model with the parameters that it has, so they are sharded before: build the optimizer after this
-    call. All arguments are those of `compile`; `lowering` is its `backend`. torch.compile decides on `fullgraph` and
+    call. The arguments are those of `compile`; `lowering` is its `backend`. torch.compile decides on `fullgraph` and
     `dynamic`, and its `options` may repeat the arguments of this call, which must agree.
 
     Called without torch.compile, or compiled by another backend, the model raises. Raises what `compile` raises.
@@ -249,6 +253,7 @@ def _shard(
     dynamic: bool | None,
     disable_passes: Collection[str],
     expert_capacity: float | None,
+    loss_only: bool = False,
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
@@ -263,7 +268,13 @@ def _shard(
     ep = config.ep_size or 1
     plan = build_plan(copy_without_weights(model), mesh_sizes(mesh, ep), config, expert_capacity=expert_capacity)
     compiled = CompiledModel(
-        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+        model,
+        storage_mesh(mesh, ep),
+        plan,
+        backend=backend,
+        dynamic=dynamic,
+        disabled=frozenset(disable_passes),
+        loss_only=loss_only,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

@@ -105,6 +105,11 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or the number that stands for it while it is traced; no guard is added."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def two_dimensional_grid(columns: int, rows: int) -> tuple[int, int, int]:
     """How many blocks of one element inductor launches for a kernel over `columns` x `rows`."""
     grid = triton_heuristics.Grid2DWithYZOverflow({}, "python")
@@ -160,6 +165,7 @@ __all__ = [
     "register_process_group",
     "resolve_process_group",
     "select_decomp_table",
+    "size_hint",
     "trace_structured",
     "tracing",
     "two_dimensional_grid",

@@ -67,7 +67,6 @@ def test_compiling_twice_is_refused(model):
     ("option", "error", "sentence"),
     [
         ({"fsdp_cpu_offload": True, "fsdp_size": 1}, UnsupportedError, "fsdp_cpu_offload=True is not supported yet"),
-        ({"enable_sequence_parallel": True, "tp_size": 1}, UnsupportedError, "enable_sequence_parallel=True is not"),
         ({"pp_size": 2}, MeshError, "pp_size=2: pipeline parallelism is not supported"),
     ],
 )  # fmt: skip
