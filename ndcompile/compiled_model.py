@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -49,12 +50,16 @@ from ndcompile.together import together
 
 @dataclass
 class Program:
-    """A compiled graph and the sizes that it serves."""
+    """A compiled graph and the sizes that it serves.
+
+    seconds: how long it took to capture it (passes included) and to lower it.
+    """
 
     captured: Captured
     run: Compiled
     graphs: Partitioner
     inputs: list[GraphInput]
+    seconds: tuple[float, float]
 
 
 @dataclass
@@ -191,9 +196,11 @@ class CompiledModel:
         """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
         that one rank may meet a new length by itself."""
         stage(f"capturing {type(self.model).__name__} as one graph")
+        started = perf_counter()
         captured = capture(self.shadow, self.model, call, dynamic)
         stage("running the passes")
         run_passes(captured, self._pass_context(captured), self.disabled)
+        transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
@@ -208,7 +215,8 @@ class CompiledModel:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
-        return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders])
+        seconds = (transformed - started, perf_counter() - transformed)
+        return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders], seconds)
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
