@@ -10,6 +10,7 @@ from ndcompile.compiler import (
     load,
     local_parameters,
     lower_only,
+    prepare,
     save_pretrained,
     set_agreement_timeout,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "local_parameters",
     "lower_only",
     "plan",
+    "prepare",
     "read_plan",
     "save_pretrained",
     "set_agreement_timeout",

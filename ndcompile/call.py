@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ndcompile.errors import UnsupportedError
+from ndcompile.caches import CacheState, new_cache, read_cache
+from ndcompile.transformers_private import CACHE_NAMES
 
 
 @dataclass(frozen=True)
 class Call:
     """`leaves` are the flattened keyword arguments; `tensor_names` says where in them the tensors are.
 
-    batch and sequence: the first two sizes of the token ids (or embeddings); 1 where there is none.
+    batch and sequence: the first two sizes of the token ids (or embeddings); 1 where there is none. cache: the
+    key-value cache that the call reads and writes, which is not among the leaves.
     """
 
     names: tuple[str, ...]
@@ -27,6 +29,20 @@ class Call:
     paths: tuple[str, ...]
     batch: int
     sequence: int
+    cache: CacheState | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may be symbols of a graph."""
+        past = () if self.cache is None else self.cache.lengths
+        return {"batch": self.batch, "sequence": self.sequence} | {f"past{i}": n for i, n in enumerate(past)}
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """The shapes of all inputs by the names of their sizes: calls with the same ones can share a graph."""
+        names = {name: name for name in self.sizes}
+        own = tuple(self.symbolic_shape(tensor, names) for tensor in self.tensors)
+        return own if self.cache is None else own + self.cache.shapes(self.batch)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -46,19 +62,25 @@ class Call:
         leaves = [next(replacement) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def symbolic_shape(self, tensor: Tensor, batch: Any, sequence: Any) -> tuple[Any, ...]:
-        """Shape of an argument with its batch and sequence dims named.
+    def symbolic_shape(self, tensor: Tensor, symbols: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Shape of an argument with its batch and sequence dims replaced by `symbols`, which has a value per size.
 
         dim 0 is batch and dim 1 sequence where the sizes agree with the token ids'; in a 4-D mask
-        (batch, heads, query, key) the last two dims are sequence.
+        (batch, heads, query, key) the last two dims are sequence. A mask may also be as long as cache and sequence.
         """
-        named = [("batch", batch, self.batch), ("sequence", sequence, self.sequence)]
-        dims = {0: 0, 1: 1} if tensor.ndim < 4 else {0: 0, 2: 1, 3: 1}
+        dims = {0: "batch", 1: "sequence"} if tensor.ndim < 4 else {0: "batch", 2: "sequence", 3: "sequence"}
         shape: list[Any] = list(tensor.shape)
-        for dim, which in dims.items():
-            _, symbol, size = named[which]
-            if dim < tensor.ndim and shape[dim] == size and (size > 1 or dim == which):
-                shape[dim] = symbol
+        for dim, name in dims.items():
+            if dim >= tensor.ndim:
+                continue
+            size, own = shape[dim], self.sizes[name]
+            past = 0 if self.cache is None else self.cache.total
+            if size == own and (size > 1 or dim == list(dims.values()).index(name)):
+                shape[dim] = symbols[name]
+            elif past and name == "sequence" and size == past + own:
+                longest = symbols[f"past{self.cache.lengths.index(past)}"]  # type: ignore[union-attr]
+                named = isinstance(symbols[name], str)
+                shape[dim] = f"{longest} + {name}" if named else longest + symbols[name]
         return tuple(shape)
 
     def key(self) -> tuple[Any, ...]:
@@ -66,28 +88,31 @@ class Call:
         parts: list[Any] = [self.names, str(self.spec)]
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
-                shape = self.symbolic_shape(leaf, "batch", "sequence")
+                names = {name: name.rstrip("0123456789") for name in self.sizes}
+                shape = self.symbolic_shape(leaf, names)
                 parts.append((leaf.dtype, leaf.device.type, shape, leaf.requires_grad))
             else:
                 parts.append((type(leaf).__name__, repr(leaf)))
-        return tuple(parts)
+        return tuple(parts) if self.cache is None else (*parts, self.cache.key())
 
 
-def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any], config: Any = None) -> Call:
     """Bind the arguments of a call by name. Arguments that are None are left out, as is `use_cache=False`'s default.
 
-    Raises UnsupportedError for a key-value cache, and TypeError as Python words it for arguments that do not fit.
+    config: the model's, for the cache that `use_cache=True` asks for.
+
+    Raises UnsupportedError for a cache that a graph cannot take, and TypeError as Python words it for arguments that do
+    not fit.
     """
     bound = signature.bind(*args, **kwargs).arguments
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(parameter.name, {}))
     arguments = {name: value for name, value in bound.items() if value is not None}
-    if arguments.get("use_cache") or "past_key_values" in arguments:
-        raise UnsupportedError(
-            "A compiled model has no key-value cache yet: call it without past_key_values and use_cache. "
-            "(Left unset, use_cache is off.)"
-        )
+    given = [arguments.pop(name) for name in CACHE_NAMES if name in arguments]
+    cache = given[0] if given else new_cache(config) if arguments.get("use_cache") else None
+    if cache is not None:
+        arguments.setdefault("use_cache", True)  # the traced model's own default is off
     items = arguments.get("num_items_in_batch")
     if isinstance(items, int | float):  # another number each step must not be another graph
         arguments["num_items_in_batch"] = torch.tensor(items)
@@ -105,4 +130,10 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
         paths=tuple(pytree.keystr(path) for path, _ in with_paths),
         batch=batch,
         sequence=sequence,
+        cache=None if cache is None else read_cache(cache, _cache_name(signature)),
     )
+
+
+def _cache_name(signature: inspect.Signature) -> str:
+    """What this forward calls its cache."""
+    return next((name for name in CACHE_NAMES if name in signature.parameters), CACHE_NAMES[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ndcompile.boundaries import Boundary, install_boundaries
+from ndcompile.caches import CacheUpdate, traced_update
 from ndcompile.call import Call
 from ndcompile.errors import CaptureError
 from ndcompile.expert_exchange import install_exchanges
-from ndcompile.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETER, GraphInput
+from ndcompile.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
 from ndcompile.mesh import StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import (
@@ -45,28 +46,47 @@ class Captured:
     """A captured graph.
 
     Placeholders carry `meta["input"]` (GraphInput); all nodes `meta["val"]` (fake tensor), `meta["differentiable"]` and
-    `meta["custom"]["module"]` (FQN of the module that made them). counted: layers whose numbers of dropped tokens are
-    returned behind the model's outputs.
+    `meta["custom"]["module"]` (FQN of the module that made them). symbols: the sizes of the call, symbols or numbers.
+    shapes: those of the call, see `Call.shapes`. counted: layers whose numbers of dropped tokens are returned behind
+    the model's outputs; behind them come the tensors of `cache`. cache_leaf: where in the outputs the cache stands.
     """
 
     module: fx.GraphModule
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
-    batch: Any
-    sequence: Any
+    symbols: dict[str, Any]
+    shapes: tuple[Any, ...] = ()
     counted: tuple[str, ...] = ()
+    cache: CacheUpdate | None = None
+    cache_leaf: int | None = None
+
+    @property
+    def returned(self) -> int:
+        """How many outputs the caller sees, or counts; the others go into the cache."""
+        return self.output_spec.num_leaves + len(self.counted) - (self.cache_leaf is not None)
 
     @property
     def placeholders(self) -> list[fx.Node]:
         return self.module.graph.find_nodes(op="placeholder")
 
-    def serves(self, batch: int, sequence: int) -> bool:
-        """Whether what was assumed of the symbolic sizes while tracing and compiling holds for these sizes."""
+    def serves(self, call: Call) -> bool:
+        """Whether what was assumed of the symbolic sizes while tracing and compiling holds for the sizes of `call`."""
+        sizes = call.sizes
+        if sizes.keys() != self.symbols.keys() or call.shapes != self.shapes:
+            return False
+        if any(isinstance(symbol, int) and symbol != sizes[name] for name, symbol in self.symbols.items()):
+            return False
+        values = self._values(sizes)
         env: Any = self.fake_mode.shape_env
-        values = {s.node.expr: v for s, v in ((self.batch, batch), (self.sequence, sequence)) if not isinstance(s, int)}
-        if not values:
-            return (self.batch, self.sequence) == (batch, sequence)
-        return all(bool(guard.expr.subs(values)) for guard in env.guards)
+        return all(bool(guard.expr.subs(values)) for guard in env.guards) if values else True
+
+    def evaluate(self, expression: Any, sizes: Mapping[str, int]) -> int:
+        """The value of an expression in the symbols at a call."""
+        return int(expression.subs(self._values(sizes)))
+
+    def _values(self, sizes: Mapping[str, int]) -> dict[Any, int]:
+        # _expr is the symbol as it was made; expr is what the trace found it to be equal to.
+        return {s.node._expr: sizes[name] for name, s in self.symbols.items() if not isinstance(s, int)}
 
 
 class Shadow:
@@ -103,48 +123,79 @@ def copy_without_weights(model: nn.Module) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool) -> Captured:
+def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool, growing: bool = True) -> Captured:
     """Trace one call of `model` (for its training flags, dtypes and requires_grad) on `shadow`.
 
-    `dynamic` makes batch and sequence symbolic. Raises CaptureError with the user's source line for data-dependent
-    control flow, shapes that do not fit, and whatever else stops the trace.
+    `dynamic` makes batch and sequence symbolic, `growing` the lengths of a key-value cache. Raises CaptureError with
+    the user's source line for data-dependent control flow, shapes that do not fit, and whatever else stops the trace.
     """
     shadow.follow(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_mode.allow_scalar_outputs = True  # the numbers of rows that ranks exchange are read from tensors
-    batch, sequence = _sizes(fake_mode, call, dynamic)
-    inputs, fakes = _fake_inputs(shadow, model, call, fake_mode, batch, sequence)
-    specs: list[pytree.TreeSpec] = []
+    symbols = _symbols(fake_mode, call, dynamic, growing)
+    inputs, fakes = state_inputs(shadow, model, fake_mode)
+    with fake_mode:
+        for name, tensor in zip(call.tensor_names, call.tensors, strict=True):
+            shape, device = call.symbolic_shape(tensor, symbols), shadow.device
+            fake = torch.empty(shape, dtype=tensor.dtype, device=device if tensor.ndim else tensor.device)
+            inputs.append(GraphInput(ARGUMENT, name))
+            fakes.append(fake.requires_grad_(tensor.requires_grad))
+        if call.cache is not None:
+            varying = call.cache.varying()
+            inputs += [GraphInput(VARYING_CACHE if name in varying else CACHE, name) for name in call.cache.names]
+            fakes += call.cache.fakes(call.batch, symbols, shadow.device)
+    results: list[tuple[Any, ...]] = []
 
-    def program(*flat: Tensor) -> list[Any]:
+    def program(*flat: Any) -> list[Any]:
         shadow.dropped.clear()
-        output = _run(shadow, call, inputs, flat)
-        leaves, spec = pytree.tree_flatten(output)
-        specs.append(spec)
-        return leaves + list(shadow.dropped.values())
+        output, cache, cached = _run(shadow, call, inputs, flat)
+        leaves, spec = pytree.tree_flatten(output, is_leaf=lambda leaf: leaf is cache and cache is not None)
+        place = next((number for number, leaf in enumerate(leaves) if cache is not None and leaf is cache), None)
+        update, kept = (None, []) if cache is None else traced_update(cache, cached)
+        results.append((spec, update, place))
+        return [leaf for number, leaf in enumerate(leaves) if number != place] + list(shadow.dropped.values()) + kept
 
+    with ExitStack() as stack:
+        stack.enter_context(_named_modules(shadow.module))
+        stack.enter_context(marked_auxiliary_loss(shadow.module))
+        if "position_ids" not in call.names:
+            stack.enter_context(unpacked_positions())
+        module = trace(program, inputs, fakes, fake_mode, shadow.module)
+    spec, update, place = results[-1]
+    captured = Captured(module, spec, fake_mode, symbols, call.shapes, tuple(shadow.dropped), update, place)
+    module.graph.output_node().meta["returned"] = captured.returned
+    return captured
+
+
+def trace(
+    program: Callable[..., list[Any]],
+    inputs: Sequence[GraphInput],
+    fakes: Sequence[Any],
+    fake_mode: FakeTensorMode,
+    model: nn.Module,
+) -> fx.GraphModule:
+    """The graph of `program(*fakes)`, with the metadata that `Captured` promises. `model` names it in errors.
+
+    Raises CaptureError, see `capture`.
+    """
     try:
-        with ExitStack() as stack:
-            stack.enter_context(tracing(TracingContext(fake_mode)))
-            stack.enter_context(fx_traceback.preserve_node_meta())
-            stack.enter_context(_named_modules(shadow.module))
-            stack.enter_context(compiling())
-            stack.enter_context(marked_auxiliary_loss(shadow.module))
-            if "position_ids" not in call.names:
-                stack.enter_context(unpacked_positions())
-            tracer = make_fx(
+        with (
+            tracing(TracingContext(fake_mode)),
+            fx_traceback.preserve_node_meta(),
+            compiling(),
+        ):
+            module = make_fx(
                 program, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True,
                 record_stack_traces=True,
-            )  # fmt: skip
-            module = tracer(*fakes)
+            )(*fakes)  # fmt: skip
     except Exception as error:
-        raise CaptureError(_explain(error, shadow.module)) from error
+        raise CaptureError(_explain(error, model)) from error
     for node, spec, fake in zip(module.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
         node.meta["input"], node.meta["val"] = spec, fake
     module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
     module.graph.eliminate_dead_code()
     mark_differentiable(module.graph)
-    return Captured(module, specs[-1], fake_mode, batch, sequence, tuple(shadow.dropped))
+    return module
 
 
 def mark_differentiable(graph: fx.Graph) -> None:
@@ -159,7 +210,7 @@ def mark_differentiable(graph: fx.Graph) -> None:
             enabled = node.args[0]
         value = node.meta.get("val")
         if node.op == "placeholder":
-            differentiable = value.requires_grad
+            differentiable = isinstance(value, Tensor) and value.requires_grad
         else:
             carries = any(source.meta["differentiable"] for source in node.all_input_nodes)
             floating = isinstance(value, tuple | list)  # of tensors; sizes are numbers
@@ -170,9 +221,9 @@ def mark_differentiable(graph: fx.Graph) -> None:
         node.meta["differentiable"] = differentiable
 
 
-def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequence[Tensor]) -> Any:
-    """Call the shadow on the traced tensors."""
-    arguments = []
+def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Call the shadow on the traced tensors. Returns its output, and its cache with what was put into it."""
+    arguments, cached = [], []
     for spec, tensor in zip(inputs, flat, strict=True):
         if spec.kind == PARAMETER:
             entry = shadow.plan.by_name[spec.name]
@@ -186,13 +237,17 @@ def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequenc
             shadow.axes[spec.name].coordinate = tensor
         elif spec.kind == ARGUMENT:
             arguments.append(tensor)
-    return shadow.module(**call.with_tensors(arguments))
+        elif spec.kind in (CACHE, VARYING_CACHE):
+            cached.append(tensor)
+    keywords = call.with_tensors(arguments)
+    if call.cache is None:
+        return shadow.module(**keywords), None, cached
+    cache = call.cache.copy_with(cached)
+    return shadow.module(**keywords, **{call.cache.name: cache}), cache, cached
 
 
-def _fake_inputs(
-    shadow: Shadow, model: nn.Module, call: Call, fake_mode: FakeTensorMode, batch: Any, sequence: Any
-) -> tuple[list[GraphInput], list[Tensor]]:
-    """Every graph input with its fake: parameters in tp-local shape, buffers, the tp index, the call's tensors."""
+def state_inputs(shadow: Shadow, model: nn.Module, fake_mode: FakeTensorMode) -> tuple[list[GraphInput], list[Any]]:
+    """The graph inputs that are no arguments, with their fakes: parameters in tp-local shape, buffers, coordinates."""
     device, inputs, fakes = shadow.device, [], []
     stored = dict(model.named_parameters())
     with fake_mode:
@@ -208,29 +263,29 @@ def _fake_inputs(
             if axis in shadow.axes:
                 inputs.append(GraphInput(COORDINATE, axis))
                 fakes.append(torch.empty((), dtype=torch.int64, device=device))
-        for name, tensor in zip(call.tensor_names, call.tensors, strict=True):
-            shape = call.symbolic_shape(tensor, batch, sequence)
-            fake = torch.empty(shape, dtype=tensor.dtype, device=device if tensor.ndim else tensor.device)
-            inputs.append(GraphInput(ARGUMENT, name))
-            fakes.append(fake.requires_grad_(tensor.requires_grad))
     return inputs, fakes
 
 
-def _sizes(fake_mode: FakeTensorMode, call: Call, dynamic: bool) -> tuple[Any, Any]:
-    """Batch and sequence: numbers, or symbols whose hints are distinct and above 1, so that neither is specialised."""
-    if not dynamic:
-        return call.batch, call.sequence
+def _symbols(fake_mode: FakeTensorMode, call: Call, dynamic: bool, growing: bool) -> dict[str, Any]:
+    """Batch, sequence and lengths of the cache: numbers, or symbols whose hints are distinct and above 1, so that none
+    is specialised. One token behind a cache stays a number: masks depend on it."""
     env: Any = fake_mode.shape_env
-    batch_hint, sequence_hint = max(call.batch, 2), max(call.sequence, 2)
-    if batch_hint == sequence_hint:
-        batch_hint += 1
-
-    def symbol(name: str, hint: int) -> Any:
+    symbols: dict[str, Any] = {}
+    hints: set[int] = set()
+    for name, size in call.sizes.items():
+        past = name not in ("batch", "sequence")
+        one_more = name == "sequence" and size == 1 and call.cache is not None and bool(call.cache.lengths)
+        if not (growing if past else dynamic) or one_more:
+            symbols[name] = size
+            continue
+        hint = max(size, 2)
+        while hint in hints:
+            hint += 1
+        hints.add(hint)
         source = ConstantSource(name)
         created = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        return env.create_symintnode(created, hint=hint, source=source)
-
-    return symbol("batch", batch_hint), symbol("sequence", sequence_hint)
+        symbols[name] = env.create_symintnode(created, hint=hint, source=source)
+    return symbols
 
 
 class _named_modules:
@@ -265,7 +320,7 @@ def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _forget_cache(config: Any) -> None:
-    """Training and evaluation graphs return no key-value cache unless asked: see call.py."""
+    """Graphs have no key-value cache unless asked: see call.py."""
     for part in [config, *(v for v in vars(config).values() if hasattr(v, "use_cache"))]:
         if getattr(part, "use_cache", None):
             part.use_cache = False

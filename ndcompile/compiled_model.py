@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, Shadow, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
-from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, GraphInput
+from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
     LoadReport,
     Peers,
@@ -46,20 +46,22 @@ from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
+from ndcompile.type_inference import varying_over_tp
 
 
 @dataclass
 class Program:
     """A compiled graph and the sizes that it serves.
 
-    seconds: how long it took to capture it (passes included) and to lower it.
+    varying: paths of the cache's tensors that differ over tp. seconds: how long capture, passes and lowering took.
     """
 
     captured: Captured
     run: Compiled
     graphs: Partitioner
     inputs: list[GraphInput]
-    seconds: tuple[float, float]
+    varying: frozenset[str] = frozenset()
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,15 +94,15 @@ class CompiledModel:
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
         self.dropped: dict[str, Tensor] = {}
         self.seed: int | None = None
-        self.random_steps = self.checked_steps = self.loads = self.saves = 0
+        self.random_steps = self.checked_steps = self.loads = self.saves = self.generations = 0
         self.checks_every_input = False
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
-    def bind(self) -> None:
-        """Make the model a compiled one: DTensor parameters, this object as forward, refusals in place."""
+    def bind(self, forward: Callable[..., Any] | None = None) -> None:
+        """Make the model a compiled one: DTensor parameters, this object or `forward` as forward, refusals."""
         model = self.model
         self.store = ParameterStore(model, self.plan, self.mesh)
-        model.forward = self
+        model.forward = forward or self
         model.sharding_plan = self.plan
         refuse_methods(model)
         refuse_inner_calls(model)
@@ -141,20 +143,31 @@ class CompiledModel:
         return targets + buffer_targets(self.model, mesh_shape, coordinate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.__signature__, args, kwargs)
+        call = bind(self.__signature__, args, kwargs, self.model.config)
         self.store.current()
         program = self._program(call)
         if self.checks_every_input:
             self.checked_steps += 1
             self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
-        inputs = self._inputs(program, call)
-        with no_autocast():
-            outputs = list(self._run(program, inputs))
-        counted = program.captured.counted
-        self.dropped = dict(zip(counted, outputs[len(outputs) - len(counted) :], strict=True))
-        return pytree.tree_unflatten(outputs[: len(outputs) - len(counted)], program.captured.output_spec)
+        captured = program.captured
+        outputs = self.run(program, call.tensors, [] if call.cache is None else call.cache.values)
+        seen = captured.returned - len(captured.counted)
+        self.dropped = dict(zip(captured.counted, outputs[seen : captured.returned], strict=True))
+        returned = outputs[:seen]
+        if call.cache is not None and captured.cache is not None:
+            captured.cache.apply(call.cache, outputs[captured.returned :], partial(captured.evaluate, sizes=call.sizes))
+            captured.cache.mark(call.cache.cache, program.varying)
+            if captured.cache_leaf is not None:
+                returned.insert(captured.cache_leaf, call.cache.cache)
+        return pytree.tree_unflatten(returned, captured.output_spec)
 
-    def _run(self, program: Program, inputs: list[Tensor]) -> Sequence[Tensor]:
+    def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
+        """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
+        inputs = self._inputs(program, [*arguments, *cached])
+        with no_autocast():
+            return list(self._run(program, inputs))
+
+    def _run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
         try:
             return program.run(*inputs)
         except RoutingError as error:
@@ -171,7 +184,7 @@ class CompiledModel:
             self.signatures[key] = self._agree_on_signature(key, call)
         signature = self.signatures[key]
         for program in signature.programs:
-            if program.captured.serves(call.batch, call.sequence):
+            if program.captured.serves(call):
                 return program
         dynamic = self.dynamic is True or (self.dynamic is None and len(signature.programs) > 0)
         try:
@@ -180,7 +193,10 @@ class CompiledModel:
                 no_inference_mode(),
                 stages(dist.get_rank() == 0) as stage,
             ):
-                signature.programs.append(self._build(call, dynamic, signature, stage))
+                program = self._build(call, dynamic, signature, stage)
+                if dynamic and not program.captured.serves(call):  # symbols assumed more than this call can give
+                    program = self._build(call, False, signature, stage)
+                signature.programs.append(program)
         finally:
             if not signature.programs:  # the next call of this signature agrees on it anew
                 del self.signatures[key]
@@ -197,8 +213,16 @@ class CompiledModel:
         that one rank may meet a new length by itself."""
         stage(f"capturing {type(self.model).__name__} as one graph")
         started = perf_counter()
-        captured = capture(self.shadow, self.model, call, dynamic)
+        captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
+        captured_at = perf_counter()
+        program = self.finish(captured, signature, stage, f"Batch {call.batch} and sequence {call.sequence}")
+        program.seconds["capture"] = captured_at - started
+        return program
+
+    def finish(self, captured: Captured, signature: Signature, stage: Callable[[str], None], sizes: str) -> Program:
+        """Transform, agree, lower. `sizes` names in errors what this capture is for."""
         stage("running the passes")
+        started = perf_counter()
         run_passes(captured, self._pass_context(captured), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
@@ -207,16 +231,28 @@ class CompiledModel:
         if signature.programs:
             if lines != signature.collectives:
                 raise AgreementError(
-                    f"Batch {call.batch} and sequence {call.sequence} need other collectives than the sizes before, so "
-                    "this rank cannot run them alone. Call ndcompile.compile with dynamic=True."
+                    f"{sizes} need other collectives than the sizes before, so this rank cannot run them alone. Call "
+                    "ndcompile.compile or torch.compile with dynamic=True."
                 )
             run, graphs = compile()
         else:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
-        seconds = (transformed - started, perf_counter() - transformed)
-        return Program(captured, run, graphs, [node.meta["input"] for node in captured.placeholders], seconds)
+        seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
+        inputs = [node.meta["input"] for node in captured.placeholders]
+        return Program(captured, run, graphs, inputs, self._varying(captured), seconds)
+
+    def _varying(self, captured: Captured) -> frozenset[str]:
+        """Which tensors of the cache differ between the ranks of a tp group after this graph."""
+        if captured.cache is None or "tp" not in self.mesh.axes:
+            return frozenset()
+        graph = captured.module.graph
+        varying = varying_over_tp(graph, self.plan, self.mesh.axes["tp"].group)
+        outputs: Any = graph.output_node().args[0]
+        named = zip(captured.cache.outputs(), outputs[captured.returned :], strict=True)
+        kept = [node.meta["input"].name for node in captured.placeholders if node.meta["input"].kind == VARYING_CACHE]
+        return frozenset([*kept, *(path for path, node in named if node in varying)])
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
@@ -228,10 +264,10 @@ class CompiledModel:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed_layers(self.model))
 
-    def _inputs(self, program: Program, call: Call) -> list[Tensor]:
+    def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """The graph's inputs in order."""
         parameters = iter(self.store.local_tensors())
-        arguments = iter(call.tensors)
+        given = iter(arguments)
         inputs = []
         for spec in program.inputs:
             if spec.kind == PARAMETER:
@@ -243,7 +279,7 @@ class CompiledModel:
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
             else:
-                inputs.append(self._argument(spec.name, next(arguments)))
+                inputs.append(self._argument(spec.name, next(given)))
         return inputs
 
     def _next_seeds(self) -> Tensor:
@@ -260,7 +296,9 @@ class CompiledModel:
             raise NdcompileError(f"Buffer {name!r} is not loaded: call ndcompile.load(model, folder) first.")
         return buffer
 
-    def _argument(self, name: str, tensor: Tensor) -> Tensor:
+    def _argument(self, name: str, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
         if tensor.ndim and tensor.device.type != self.mesh.device.type:
             raise ValueError(f"Argument {name} is on {tensor.device}, the model on {self.mesh.device}.")
         return tensor.contiguous()

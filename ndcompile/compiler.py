@@ -6,10 +6,11 @@ import os
 from collections.abc import Collection
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -19,7 +20,9 @@ from ndcompile.call import bind
 from ndcompile.capture import copy_without_weights
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
+from ndcompile.dynamo_backend import Prepared, traced_forward
 from ndcompile.errors import MeshError, NdcompileError
+from ndcompile.generation import generate
 from ndcompile.loader import LoadReport
 from ndcompile.lower import BACKENDS
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
@@ -64,33 +67,47 @@ def compile(
 
     Raises MeshError, PlanError, UnsupportedError or CheckpointError before any collective, on every rank.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
-    check_disabled(disable_passes)
-    check_model(model)
-    check_optimizers(model)
-    config = _config(model, distributed_config)
-    check_options(config)
-    weights = {} if checkpoint is not None else real_weights(model)
-    mesh = _mesh(mesh, config)
-    ep = config.ep_size or 1
-    plan = build_plan(
-        copy_without_weights(model),
-        mesh_sizes(mesh, ep),
-        config,
-        expert_capacity=expert_capacity,
+    compiled, weights = _shard(
+        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity
     )
-    compiled = CompiledModel(
-        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
-    )
-    agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     compiled.bind()
-    model.save_pretrained = save_method(partial(save_pretrained, model))
-    if checkpoint is not None:
-        compiled.load(checkpoint)
-    elif weights:
-        slice_weights(compiled.store, weights)
-        move_buffers(model, compiled.mesh.device)
+    if hasattr(model, "generate"):
+        model.generate = partial(generate, compiled)
+    _fill(compiled, checkpoint, weights)
+    return model
+
+
+def prepare(
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None = None,
+    *,
+    distributed_config: DistributedConfig | dict | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    lowering: str = "inductor",
+    disable_passes: Collection[str] = (),
+    expert_capacity: float | None = None,
+) -> PreTrainedModel:
+    """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
+
+    Dynamo traces a model with the parameters that it has, so they are sharded before: build the optimizer after this
+    call. All arguments are those of `compile`; `lowering` is its `backend`. torch.compile decides on `fullgraph` and
+    `dynamic`, and its `options` may repeat the arguments of this call, which must agree.
+
+    Called without torch.compile, or compiled by another backend, the model raises. Raises what `compile` raises.
+    """
+    options = {
+        "mesh": mesh,
+        "distributed_config": distributed_config,
+        "checkpoint": checkpoint,
+        "lowering": lowering,
+        "disable_passes": disable_passes,
+        "expert_capacity": expert_capacity,
+    }
+    compiled, weights = _shard(
+        model, mesh, distributed_config, checkpoint, lowering, None, disable_passes, expert_capacity
+    )
+    compiled.bind(traced_forward(Prepared(compiled, options)))
+    _fill(compiled, checkpoint, weights)
     return model
 
 
@@ -212,11 +229,55 @@ def data_world_size(model: nn.Module) -> int:
 
 
 def compiled_model(model: nn.Module) -> CompiledModel:
-    """The CompiledModel behind a compiled model. Raises NdcompileError when `model` was not compiled."""
-    forward = model.__dict__.get("forward")
+    """The CompiledModel behind a compiled or prepared model. Raises NdcompileError for another one.
+
+    What torch.compile returns is asked for the model that it wraps.
+    """
+    forward: Any = getattr(model, "_orig_mod", model).__dict__.get("forward")
+    forward = forward.prepared.compiled if hasattr(forward, "prepared") else forward
     if not isinstance(forward, CompiledModel):
         raise NdcompileError(f"{type(model).__name__} was not compiled with ndcompile.compile.")
     return forward
+
+
+def _shard(
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None,
+    distributed_config: DistributedConfig | dict | None,
+    checkpoint: str | os.PathLike[str] | None,
+    backend: str,
+    dynamic: bool | None,
+    disable_passes: Collection[str],
+    expert_capacity: float | None,
+) -> tuple[CompiledModel, dict[str, Tensor]]:
+    """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
+    check_disabled(disable_passes)
+    check_model(model)
+    check_optimizers(model)
+    config = _config(model, distributed_config)
+    check_options(config)
+    weights = {} if checkpoint is not None else real_weights(model)
+    mesh = _mesh(mesh, config)
+    ep = config.ep_size or 1
+    plan = build_plan(copy_without_weights(model), mesh_sizes(mesh, ep), config, expert_capacity=expert_capacity)
+    compiled = CompiledModel(
+        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+    )
+    agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
+    return compiled, weights
+
+
+def _fill(compiled: CompiledModel, checkpoint: str | os.PathLike[str] | None, weights: dict[str, Tensor]) -> None:
+    """Give the parameters of a bound model their values, if there are any yet."""
+    model = compiled.model
+    model.save_pretrained = save_method(partial(save_pretrained, model))
+    if checkpoint is not None:
+        compiled.load(checkpoint)
+    elif weights:
+        slice_weights(compiled.store, weights)
+        move_buffers(model, compiled.mesh.device)
 
 
 def _config(model: PreTrainedModel, given: DistributedConfig | dict | None) -> DistributedConfig:

@@ -17,8 +17,7 @@ from ndcompile.errors import UnsupportedError
 METHODS = {
     "__reduce_ex__": "A compiled model cannot be copied or pickled. Copy the model before ndcompile.compile; save its "
     "state_dict() with torch.distributed.checkpoint.",
-    "generate": "generate() needs a key-value cache, which compiled models do not have yet. Generate with an "
-    "uncompiled copy of the model.",
+    "generate": "generate() needs a key-value cache, which a prepared model does not have. Use ndcompile.compile.",
     "push_to_hub": "push_to_hub() would upload from every rank. Call save_pretrained(folder) on all ranks, then "
     "huggingface_hub.upload_folder(folder_path=folder, repo_id=...) on one.",
     "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize, then call ndcompile.compile.",
@@ -71,7 +70,8 @@ def check_model(model: Any) -> None:
     name = type(model).__name__
     if name.startswith("FSDP") or any(type(m).__name__.startswith("FSDP") for m in model.modules()):
         raise UnsupportedError(f"{name} was wrapped by fully_shard. Pass the plain model: ndcompile shards it itself.")
-    if type(model.__dict__.get("forward")).__name__ == "CompiledModel":
+    forward = model.__dict__.get("forward")
+    if type(forward).__name__ == "CompiledModel" or hasattr(forward, "prepared"):
         raise UnsupportedError(f"{name} is compiled already.")
     if hasattr(model, "_hf_hook") or any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise UnsupportedError(f"{name} carries accelerate hooks (device_map or dispatch_model). Load it without them.")

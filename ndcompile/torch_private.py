@@ -9,14 +9,17 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 import torch.compiler
 import torch.distributed as dist
+from torch._dynamo import patch_dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -58,6 +61,30 @@ except ImportError:  # torch 2.11 always asks for an offset too
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh as rank 0 sees it, of which only names and shape can be asked: it has no process groups."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+def example_of(placeholder: torch.fx.Node) -> object:
+    """The value that Dynamo lifted to this placeholder of its graph: the caller's or a module's own tensor, no fake."""
+    return placeholder.meta["grapharg"].example if "grapharg" in placeholder.meta else None
+
+
+def is_checkpoint(target: object) -> bool:
+    """Whether a node of Dynamo's graph runs the body of a layer with gradient checkpointing."""
+    return isinstance(target, TagActivationCheckpoint)
+
+
+def compiled_frame() -> int | None:
+    """Which Python frame Dynamo is compiling now: the same number for all sizes that one frame is compiled for."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
+def dynamo_fake_mode() -> FakeTensorMode:
+    """The fake mode of the trace whose graph a torch.compile backend is given."""
+    context = TracingContext.try_get()
+    assert context is not None
+    assert context.fake_mode is not None
+    return context.fake_mode
 
 
 @contextmanager
@@ -115,15 +142,20 @@ __all__ = [
     "aot_autograd",
     "backward_compiled_with_forward",
     "compile_fx",
+    "compiled_frame",
     "compiling",
     "default_group",
     "default_store",
+    "dynamo_fake_mode",
+    "example_of",
     "get_hash_for_files",
+    "is_checkpoint",
     "launch_empty_grids",
     "make_boxed_func",
     "make_fx",
     "mesh_without_groups",
     "min_cut_rematerialization_partition",
+    "patch_dynamo_config",
     "register_process_group",
     "resolve_process_group",
     "select_decomp_table",

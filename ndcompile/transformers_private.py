@@ -24,6 +24,10 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict  # t
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report  # transformers 5.24
 
 __all__ = [
+    "AUXILIARY_LOSS",
+    "CACHE_COUNTS",
+    "CACHE_LENGTHS",
+    "CACHE_NAMES",
     "LoadStateDictInfo",
     "WeightConverter",
     "WeightRenaming",
@@ -39,13 +43,21 @@ __all__ = [
 ]
 
 
+AUXILIARY_LOSS = "load_balancing_loss_func"
+"""Every MoE model of transformers with an auxiliary loss calls a function of its modeling file, of this name. 5.24."""
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call their key-value cache; 5.24 has the first name, and takes the others for a while."""
+CACHE_LENGTHS = {"keys": 2, "values": 2, "indexer_keys": 1}
+"""Attributes of a cache's layers -> the dim that grows with every token. 5.24."""
+CACHE_COUNTS = ("cumulative_length",)
+"""Attributes of a cache's layers that count, as Python numbers, the tokens that a layer has seen. 5.24."""
+
+
 @contextmanager
 def marked_auxiliary_loss(model: nn.Module) -> Iterator[None]:
-    """While active, nodes made by the router's auxiliary loss carry `auxiliary_loss` in `meta["custom"]`.
-
-    Every MoE model of transformers that has one calls a function of its modeling file, of this name. transformers 5.24.
-    """
-    name = "load_balancing_loss_func"
+    """While active, nodes made by the router's auxiliary loss carry `auxiliary_loss` in `meta["custom"]`."""
+    name = AUXILIARY_LOSS
     files = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}
     originals = {file: vars(file)[name] for file in files if name in vars(file)}
     for file, function in originals.items():

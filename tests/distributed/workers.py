@@ -61,14 +61,21 @@ def compiled(
     overrides: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     ranks: tuple[int, ...] | None = None,
+    dynamo: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """The tiny model `name` compiled on `layout`.
 
     `options` go to `ndcompile.compile`. The backend is eager by default: lowering is most of the time of a tiny model.
+    dynamo: by `ndcompile.prepare` and torch.compile with fullgraph=True.
     """
     options.setdefault("backend", "eager")
     model = models.on_meta(name, dtype, **(overrides or {}))
+    if dynamo:
+        lowering, dynamic = options.pop("backend"), options.pop("dynamic", None)
+        model = ndcompile.prepare(model, mesh(layout, ranks), checkpoint=checkpoint, lowering=lowering, **options)
+        model.compile(backend="ndcompile", fullgraph=True, dynamic=dynamic)
+        return model
     return ndcompile.compile(model, mesh(layout, ranks), checkpoint=checkpoint, **options)
 
 

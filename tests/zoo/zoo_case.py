@@ -43,11 +43,11 @@ class ZooCase:
 
 @dataclass
 class Measured:
-    """What one rank found. sharded: share of the parameters' elements that tp shards. seconds: capture, lowering."""
+    """What one rank found. sharded: share of the parameters that tp shards. seconds: of capture, passes, lowering."""
 
     comparison: Comparison
     sharded: float
-    seconds: tuple[float, float]
+    seconds: dict[str, float]
 
 
 @dataclass
@@ -102,7 +102,9 @@ def run_case(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> Result:
     try:
         checkpoint = _checkpoint(case.model_type, folder)
         errors, first = _worst(pool, case, checkpoint, timeout)
-        result.sharded, (result.capture_seconds, result.lowering_seconds) = first.sharded, first.seconds
+        result.sharded, seconds = first.sharded, first.seconds
+        result.capture_seconds = round(seconds["capture"] + seconds["passes"], 2)
+        result.lowering_seconds = round(seconds["lowering"], 2)
         result.worst, result.error = max(errors.items(), key=lambda item: _rank_of(item[1]))
         over = {name for name, value in errors.items() if not value <= LIMIT}
         if over:

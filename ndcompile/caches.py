@@ -1,0 +1,238 @@
+"""Key-value caches as inputs and outputs of a graph.
+
+A cache of transformers is a list of layers, each with tensors, flags and a count of the tokens that it has seen. The
+graph takes the tensors and counts, runs the model on a copy of the cache, and returns the tensors that the model
+replaced; those that it writes in place are graph inputs like any other. `CacheUpdate` puts the results into the
+caller's cache. Under tp a rank's cache holds the heads of that rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from ndcompile.errors import UnsupportedError
+from ndcompile.transformers_private import CACHE_COUNTS, CACHE_LENGTHS
+
+MARK = "ndcompile_varying"
+"""Attribute of a cache that a compiled model filled: paths of the tensors that differ between tp ranks."""
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What a cache holds at a call, flattened.
+
+    name: of the argument that takes it. lengths: the distinct numbers of tokens in it, which become symbols `past0`,
+    `past1`, ... of the graph.
+    """
+
+    cache: Cache
+    name: str
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def values(self) -> list[Any]:
+        """The graph's inputs: tensors, and counts as numbers."""
+        return [leaf for path, leaf in zip(self.paths, self.leaves, strict=True) if _is_input(path, leaf)]
+
+    @property
+    def names(self) -> list[str]:
+        return [path for path, leaf in zip(self.paths, self.leaves, strict=True) if _is_input(path, leaf)]
+
+    @property
+    def total(self) -> int:
+        """The most tokens that a layer has seen."""
+        return max(self.lengths, default=0)
+
+    def varying(self) -> frozenset[str]:
+        return getattr(self.cache, MARK, frozenset())
+
+    def key(self) -> tuple[Any, ...]:
+        """What a graph is specialised on, besides lengths."""
+        parts: list[Any] = [type(self.cache).__name__, *(type(layer).__name__ for layer in self.cache.layers)]
+        parts += [str(self.spec), tuple(sorted(self.varying()))]
+        for path, leaf in zip(self.paths, self.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                sizes = tuple(-1 if dim in (0, _length_dim(path)) else size for dim, size in enumerate(leaf.shape))
+                parts.append((leaf.dtype, leaf.device.type, sizes))
+            else:
+                parts.append("count" if _is_input(path, leaf) else repr(leaf))
+        return tuple(parts)
+
+    def shapes(self, batch: int) -> tuple[Any, ...]:
+        """The inputs' shapes by the names of their sizes: two calls with the same ones can share a graph."""
+        return tuple(
+            self._shape(path, leaf, batch, "batch", [f"past{i}" for i in range(len(self.lengths))])
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+            if _is_input(path, leaf)
+        )
+
+    def fakes(self, batch: int, symbols: Mapping[str, Any], device: torch.device) -> list[Any]:
+        """Fake inputs; call it in a fake mode. symbols: `batch` and every `past`, as numbers or symbols."""
+        past, fakes = [symbols[f"past{i}"] for i in range(len(self.lengths))], []
+        for path, leaf in zip(self.paths, self.leaves, strict=True):
+            if _is_input(path, leaf):
+                shape = self._shape(path, leaf, batch, symbols["batch"], past)
+                if isinstance(leaf, Tensor):
+                    shape = torch.empty(shape, dtype=leaf.dtype, device=device if leaf.ndim else leaf.device)
+                fakes.append(shape)
+        return fakes
+
+    def _shape(self, path: str, leaf: Any, batch: int, batch_size: Any, past: Sequence[Any]) -> Any:
+        """Shape of a tensor, or the value of a count, in other sizes."""
+        if not isinstance(leaf, Tensor):
+            return past[self.lengths.index(leaf)]
+        shape: list[Any] = list(leaf.shape)
+        if leaf.ndim and leaf.shape[0] == batch:
+            shape[0] = batch_size
+        dim = _length_dim(path)
+        if dim is not None and shape[dim] in self.lengths:
+            shape[dim] = past[self.lengths.index(leaf.shape[dim])]
+        return tuple(shape)
+
+    def copy_with(self, values: Sequence[Any]) -> Cache:
+        """A cache like this one with `values` in the places of the inputs, for a trace."""
+        replacement = iter(values)
+        leaves = [
+            next(replacement) if _is_input(path, leaf) else leaf
+            for path, leaf in zip(self.paths, self.leaves, strict=True)
+        ]
+        copied = copy.copy(self.cache)
+        copied.layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer, state in zip(copied.layers, pytree.tree_unflatten(leaves, self.spec), strict=True):
+            layer.__dict__ = state
+        return copied
+
+
+def read_cache(cache: Any, name: str) -> CacheState:
+    """Flatten a cache, which is the argument `name`.
+
+    Raises UnsupportedError for one that is no list of layers, and for one with content that another model put there.
+    """
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        raise UnsupportedError(
+            f"The {name} argument is a {type(cache).__name__}. A compiled model takes a cache with layers, such as "
+            "DynamicCache(config=model.config)."
+        )
+    with_paths, spec = pytree.tree_flatten_with_path([dict(vars(layer)) for layer in cache.layers])
+    paths = tuple(pytree.keystr(path) for path, _ in with_paths)
+    leaves = tuple(leaf for _, leaf in with_paths)
+    lengths: dict[int, None] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        dim = _length_dim(path)
+        if isinstance(leaf, Tensor) and dim is not None and leaf.ndim > dim:
+            lengths[leaf.shape[dim]] = None
+        elif not isinstance(leaf, Tensor) and _is_input(path, leaf) and any(isinstance(x, Tensor) for x in leaves):
+            lengths[leaf] = None
+    if cache.get_seq_length() and not hasattr(cache, MARK):
+        raise UnsupportedError(
+            "The cache holds tokens that this model did not see when it was compiled: under tp every rank keeps "
+            "the heads of its own. Start with an empty cache."
+        )
+    return CacheState(cache, name, spec, leaves, paths, tuple(lengths))
+
+
+def new_cache(config: Any) -> Cache:
+    """The cache that transformers makes for `use_cache=True`."""
+    return DynamicCache(config=config.get_text_config(decoder=True))
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """What a graph does to a cache: its layers after the call.
+
+    leaves: per leaf an `_Output`, an `_Input`, a `_Count`, or the value itself.
+    """
+
+    layers: tuple[type, ...]
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    paths: tuple[str, ...]
+
+    def apply(self, state: CacheState, outputs: Sequence[Tensor], evaluate: Callable[[Any], int]) -> None:
+        """Change the caller's cache. `evaluate` gives the value of a symbolic count at this call."""
+        inputs, counted, leaves = state.values, {}, []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Output):
+                leaf = outputs[leaf.number]
+            elif isinstance(leaf, _Input):
+                leaf = inputs[leaf.number]
+            elif isinstance(leaf, _Count):
+                if leaf.value not in counted:
+                    counted[leaf.value] = evaluate(leaf.value)
+                leaf = counted[leaf.value]
+            leaves.append(leaf)
+        layers = state.cache.layers
+        for kind in self.layers[len(layers) :]:
+            layers.append(object.__new__(kind))
+        for layer, values in zip(layers, pytree.tree_unflatten(leaves, self.spec), strict=True):
+            layer.__dict__ = values
+
+    def outputs(self) -> list[str]:
+        """Paths of the tensors that the graph returns, in order."""
+        return [path for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, _Output)]
+
+    def mark(self, cache: Cache, varying: frozenset[str]) -> None:
+        """Note on the caller's cache which of its tensors differ between tp ranks."""
+        setattr(cache, MARK, varying)
+
+
+@dataclass(frozen=True)
+class _Output:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Input:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Count:
+    value: Any
+
+
+def traced_update(cache: Cache, inputs: Sequence[Any]) -> tuple[CacheUpdate, list[Tensor]]:
+    """Read a copied cache after the trace: what happened to it, and the tensors that the graph has to return.
+
+    inputs: the traced values that were put into it.
+    """
+    with_paths, spec = pytree.tree_flatten_with_path([dict(vars(layer)) for layer in cache.layers])
+    known = {id(value): number for number, value in enumerate(inputs) if isinstance(value, Tensor)}
+    leaves: list[Any] = []
+    outputs: list[Tensor] = []
+    for _, leaf in with_paths:
+        if isinstance(leaf, Tensor):
+            if id(leaf) in known:
+                leaves.append(_Input(known[id(leaf)]))
+            else:
+                leaves.append(_Output(len(outputs)))
+                outputs.append(leaf)
+        else:
+            leaves.append(_Count(leaf.node.expr) if isinstance(leaf, torch.SymInt) else leaf)
+    paths = tuple(pytree.keystr(path) for path, _ in with_paths)
+    return CacheUpdate(tuple(map(type, cache.layers)), spec, tuple(leaves), paths), outputs
+
+
+def _is_input(path: str, leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or (_attribute(path) in CACHE_COUNTS and isinstance(leaf, int) and leaf > 0)
+
+
+def _length_dim(path: str) -> int | None:
+    """The dim of a tensor that grows with every token."""
+    return CACHE_LENGTHS.get(_attribute(path))
+
+
+def _attribute(path: str) -> str:
+    """`[3]['keys']` -> `keys`."""
+    return path.split("'")[1] if "'" in path else path

@@ -1,0 +1,177 @@
+"""`torch.compile(model, backend="ndcompile")` for a model that `ndcompile.prepare` sharded.
+
+Dynamo traces `model.forward`, which is `traced_forward`: it runs the shadow of the model, in the shapes of one rank.
+The backend is given that graph, finds the prepared model by its stand-ins, and goes on as `ndcompile.compile` does:
+passes, verifier, lowering, and the same stored parameters. Dynamo keeps the guards and decides when to compile again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from ndcompile.capture import Shadow
+from ndcompile.compiled_model import CompiledModel, Signature
+from ndcompile.dynamo_capture import StandIns, capture_from_dynamo, read_inputs, stood_for
+from ndcompile.errors import NdcompileError, UnsupportedError
+from ndcompile.progress import stages
+from ndcompile.signature import model_state
+from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
+from ndcompile.transformers_private import CACHE_NAMES
+
+STATE = ("requires_grad", "dtypes")
+"""What the graph depends on and Dynamo, which sees stand-ins, does not watch."""
+
+
+def backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Sequence[Any]]:
+    """The torch.compile backend, found by its name through the entry points of `torch_dynamo_backends`.
+
+    options: nothing, or the arguments that `ndcompile.prepare` was given (mesh, distributed_config, checkpoint, ...).
+
+    Raises NdcompileError for a model that was not prepared, and for options that differ from its preparation.
+    """
+    owners = stood_for(gm.graph)
+    if not owners:
+        raise NdcompileError(
+            'torch.compile(backend="ndcompile") was given a model that is not sharded. Its parameters must be sharded '
+            "before the trace: call ndcompile.prepare(model, mesh, checkpoint=...) first, and build the optimizer "
+            "after it."
+        )
+    if len(owners) > 1:
+        raise UnsupportedError(
+            f"The compiled function calls {len(owners)} prepared models. Compile each of them by itself."
+        )
+    prepared = owners[0]
+    prepared.check_options(options or {})
+    return prepared.compile(gm)
+
+
+class Prepared:
+    """What Dynamo traces of a model, and how the backend compiles it.
+
+    options: the arguments of `ndcompile.prepare`.
+    """
+
+    def __init__(self, compiled: CompiledModel, options: Mapping[str, Any]) -> None:
+        self.compiled, self.options = compiled, dict(options)
+        self.shadow = Shadow(compiled.model, compiled.plan, compiled.mesh)
+        self.stand_ins = StandIns(self.shadow, compiled.model, self)
+
+    def check_options(self, given: Mapping[str, Any]) -> None:
+        """Raises NdcompileError unless `given` is part of what the model was prepared with."""
+        for name, value in given.items():
+            if name not in self.options:
+                raise NdcompileError(f"options[{name!r}] is unknown. ndcompile.prepare takes {sorted(self.options)}.")
+            if value != self.options[name]:
+                raise NdcompileError(
+                    f"options[{name!r}] of torch.compile is {value!r}, but the model was prepared with "
+                    f"{self.options[name]!r}. Pass the same, or leave it out: the preparation decides."
+                )
+
+    def follow(self) -> None:
+        """Bring shadow and stand-ins to the state of the model; runs when Dynamo traces, outside of the graph."""
+        self.shadow.follow(self.compiled.model)
+        self.stand_ins.follow(self.compiled.model)
+
+    def compile(self, gm: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        """Dynamo's graph as a callable that takes the inputs of that graph."""
+        compiled, agreement = self.compiled, self.compiled.agreement
+        read = read_inputs(gm.graph)
+        lines = [*read.describe(), *(f"{name}: {value}" for name, value in model_state(compiled.model))]
+        key = (compiled_frame(), *lines)
+        first = key not in compiled.signatures
+        if first:
+            seed = agreement.capture_begins(lines, {}, torch.initial_seed())
+            compiled.seed = seed if compiled.seed is None else compiled.seed
+            compiled.signatures[key] = Signature([], [])
+        signature = compiled.signatures[key]
+        step = f"capture{agreement.captures}"
+        try:
+            with agreement.step(step), stages(dist.get_rank() == 0) as stage:
+                stage(f"reading Dynamo's graph of {type(compiled.model).__name__}")
+                captured = capture_from_dynamo(gm, read, self.shadow, compiled.model, dynamo_fake_mode())
+                program = compiled.finish(captured, signature, stage, f"The sizes {read.sizes()}")
+                signature.programs.append(program)
+        finally:
+            if not signature.programs:
+                del compiled.signatures[key]
+        state = _state(compiled.model)
+        names = [read.placeholders[position].name for position in read.arguments]
+        unchecked = first  # the inputs of tp ranks are compared once a signature
+
+        def run(*flat: Any) -> list[Any]:
+            nonlocal unchecked
+            compiled.store.current()
+            if _state(compiled.model) != state:
+                raise NdcompileError(
+                    "requires_grad or dtype of parameters changed after torch.compile traced the model. Call "
+                    "torch.compiler.reset(), so that it is traced again."
+                )
+            arguments = [flat[position] for position in read.arguments]
+            if unchecked:
+                tensors = {n: a for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)}
+                agreement.same_inputs(f"{step}/first", tensors, 0)
+                unchecked = False
+            return compiled.run(program, arguments)
+
+        return run
+
+
+def traced_forward(prepared: Prepared) -> Callable[..., Any]:
+    """The forward of a prepared model. Dynamo traces it; called in any other way it raises."""
+    model, shadow = prepared.compiled.model, prepared.shadow
+    modules = list(model.modules())
+
+    @torch.compiler.assume_constant_result
+    def follow(flags: tuple[Any, ...]) -> None:
+        """flags: Dynamo guards the constants that it passes, so a change of these compiles again."""
+        prepared.follow()
+
+    @functools.wraps(type(model).forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise NdcompileError(f"{type(model).__name__} was {PREPARED}")
+        if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+            raise UnsupportedError(CACHE)
+        follow(tuple((module.training, getattr(module, "gradient_checkpointing", False)) for module in modules))
+        args, kwargs = tuple(map(_checked, args)), {name: _checked(value) for name, value in kwargs.items()}
+        with patch_dynamo_config(capture_scalar_outputs=True):  # the numbers of rows that ranks exchange
+            return shadow.module(*args, **kwargs)
+
+    # Dynamo keeps what it learned of sizes, and counts compilations, by a function's code, file, line and name: every
+    # model needs a name of its own.
+    unique = re.sub(r"\W", "_", f"forward_{prepared.compiled.agreement.prefix}")
+    traced: Any = forward
+    traced.__code__ = traced.__code__.replace(co_name=unique)
+    traced.prepared = prepared
+    traced.__signature__ = inspect.signature(type(model).forward.__get__(model))
+    return traced
+
+
+def _checked(value: Any) -> Any:
+    """An argument as the graph goes on with it: no other backend can run past `needs_backend`."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.numel():
+        raise ValueError(f"Empty input of shape {tuple(value.shape)}: there is no step to compute.")
+    return value if value.is_floating_point() else torch.ops.ndcompile.needs_backend.default(value)
+
+
+PREPARED = (
+    'prepared for torch.compile. Call it through torch.compile(model, backend="ndcompile"); or use ndcompile.compile '
+    "instead of ndcompile.prepare."
+)
+CACHE = "A prepared model has no key-value cache: call it without cache and use_cache. ndcompile.compile has one."
+
+
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    return tuple(value for name, value in model_state(model) if name in STATE)
