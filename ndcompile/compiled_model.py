@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -42,6 +42,7 @@ from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
+from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
@@ -89,6 +90,7 @@ class CompiledModel:
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
+        self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
@@ -215,15 +217,23 @@ class CompiledModel:
         started = perf_counter()
         captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
         captured_at = perf_counter()
-        program = self.finish(captured, signature, stage, f"Batch {call.batch} and sequence {call.sequence}")
+        sizes = f"Batch {call.batch} and sequence {call.sequence}"
+        program = self.finish(captured, signature, stage, sizes, partial(self._whole_graph, call, dynamic))
         program.seconds["capture"] = captured_at - started
         return program
 
-    def finish(self, captured: Captured, signature: Signature, stage: Callable[[str], None], sizes: str) -> Program:
-        """Transform, agree, lower. `sizes` names in errors what this capture is for."""
+    def finish(
+        self,
+        captured: Captured,
+        signature: Signature,
+        stage: Callable[[str], None],
+        sizes: str,
+        whole_graph: Callable[[], fx.Graph] | None = None,
+    ) -> Program:
+        """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole_graph` see PassContext."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self._pass_context(captured), self.disabled)
+        run_passes(captured, self._pass_context(captured, whole_graph), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
@@ -256,13 +266,20 @@ class CompiledModel:
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
-        captured = capture(self.shadow, self.model, call, dynamic=self.dynamic is True)
-        run_passes(captured, self._pass_context(captured), self.disabled)
+        dynamic = self.dynamic is True
+        captured = capture(self.shadow, self.model, call, dynamic)
+        context = self._pass_context(captured, partial(self._whole_graph, call, dynamic))
+        run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def _pass_context(self, captured: Captured) -> PassContext:
+    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
-        return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed_layers(self.model))
+        checkpointed = checkpointed_layers(self.model)
+        return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
+
+    def _whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
+        """The same call in global shapes, see `ndcompile.sharded_dims`."""
+        return capture(self.whole, self.model, call, dynamic, growing=self.dynamic is not False).module.graph
 
     def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """The graph's inputs in order."""
