@@ -4,6 +4,8 @@
 #   make test     lint, type check and all tests
 #   make parity   the full matrix of layouts against the single-process model, which writes a table, and slow tests
 #                 (PART="Expert parallelism" runs one part of it)
+#   make zoo      the zoo of architectures on every layout, hours long, which writes ZOO.md; results that are there
+#                 already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2 narrow it, ANEW=1 runs them again)
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -15,7 +17,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # without one, pip on Linux takes the default wheels, which work too but bring gigabytes of CUDA libraries.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test parity lint toolchain clean
+.PHONY: demo test parity zoo lint toolchain clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -31,6 +33,10 @@ test: toolchain lint
 parity: toolchain $(VENV)/.installed
 	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")
 	$(if $(PART),,$(BIN)/python -m pytest -m slow)
+
+zoo: toolchain $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/zoo/sweep.py \
+	  --types "$(ZOO)" --layouts "$(LAYOUT)" $(if $(ANEW),--anew)
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -30,11 +30,13 @@ from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import (
     ConstantSource,
     DimDynamic,
+    FakeTensor,
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
     compiling,
     make_fx,
+    scans_as_operators,
     tracing,
 )
 from ndcompile.transformers_private import marked_auxiliary_loss, unpacked_positions
@@ -183,6 +185,7 @@ def trace(
             tracing(TracingContext(fake_mode)),
             fx_traceback.preserve_node_meta(),
             compiling(),
+            scans_as_operators(),
         ):
             module = make_fx(
                 program, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True,
@@ -194,8 +197,26 @@ def trace(
         node.meta["input"], node.meta["val"] = spec, fake
     module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
     module.graph.eliminate_dead_code()
+    _check_constants(module, model)
     mark_differentiable(module.graph)
     return module
+
+
+def _check_constants(module: fx.GraphModule, model: nn.Module) -> None:
+    """A tensor that no node of the graph made, and that is fake, would stand for a value that is not computed."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, node.target, None), FakeTensor):
+            raise CaptureError(
+                f"{type(model).__name__}, layer {node.meta.get('custom', {}).get('module', '')!r}, computes a value "
+                f"outside of the trace: {_line_of(next(iter(node.users)))}. A higher-order operator or a custom kernel "
+                "does so: choose another implementation of this layer in the model's config."
+            )
+
+
+def _line_of(node: fx.Node) -> str:
+    """The source line that made a node."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return ": ".join(line.strip() for line in lines[-2:])
 
 
 def mark_differentiable(graph: fx.Graph) -> None:
@@ -314,7 +335,12 @@ def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         with fx_traceback.annotate({"module": name}):
-            return forward(*args, **kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                if not hasattr(error, "in_module"):  # the innermost one knows
+                    error.in_module = name  # type: ignore[attr-defined]
+                raise
 
     return call
 
@@ -326,16 +352,30 @@ def _forget_cache(config: Any) -> None:
             part.use_cache = False
 
 
-def _explain(error: Exception, module: nn.Module) -> str:
-    """The innermost frame of model code, and what happened there."""
+READS_VALUES = "GuardOnDataDependentSymNode"
+"""What the tracer raises where Python asks for the value of a tensor."""
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """The layer, the innermost line of model code, what happened there, and a remedy."""
     frames = traceback.extract_tb(error.__traceback__)
-    model_frames = [f for f in frames if "/transformers/models/" in f.filename or f.filename.endswith(_file_of(module))]
-    where = f"{model_frames[-1].filename}:{model_frames[-1].lineno}: {model_frames[-1].line}" if model_frames else ""
+    model_frames = [f for f in frames if "/transformers/models/" in f.filename or f.filename.endswith(_file_of(model))]
+    frame = model_frames[-1] if model_frames else frames[-1]
+    message = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if READS_VALUES in type(error).__name__:
+        remedy = (
+            "This line branches on the values of a tensor, so one graph cannot serve all inputs. Choose an "
+            "implementation of this layer without it (model.set_experts_implementation, attn_implementation=), or "
+            "rewrite the line with torch.where."
+        )
+    else:
+        remedy = (
+            "If this line fixes a global size (heads, vocabulary) that tp cuts, keep the projections of this layer "
+            "whole in tp_plan ('colwise_gather_output' in front, 'rowwise_split_input' behind)."
+        )
     return (
-        f"{type(module).__name__} could not be captured as one graph. {type(error).__name__}: "
-        f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}\n  at {where or frames[-1]}\n"
-        "Control flow that depends on tensor values, and code that fixes global sizes (heads, vocabulary), cannot be "
-        "captured in a rank's shapes."
+        f"{type(model).__name__} could not be captured as one graph: layer {getattr(error, 'in_module', '')!r}, "
+        f"{frame.filename}:{frame.lineno}: {frame.line}\n  {type(error).__name__}: {message}\n{remedy}"
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -42,6 +43,7 @@ from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
+from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
 from ndcompile.storage import ParameterStore
@@ -51,13 +53,17 @@ from ndcompile.type_inference import varying_over_tp
 
 @dataclass
 class Program:
-    """A compiled graph and the sizes that it serves. varying: paths of the cache's tensors that differ over tp."""
+    """A compiled graph and the sizes that it serves.
+
+    varying: paths of the cache's tensors that differ over tp. seconds: how long capture, passes and lowering took.
+    """
 
     captured: Captured
     run: Compiled
     graphs: Partitioner
     inputs: list[GraphInput]
     varying: frozenset[str] = frozenset()
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,9 +92,10 @@ class CompiledModel:
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
+        self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
         self.loss_only = loss_only
-        if loss_only:
-            drop_logits(self.shadow.module)
+        for shadow in {self.shadow, self.whole} if loss_only else ():
+            drop_logits(shadow.module)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
@@ -215,13 +222,27 @@ class CompiledModel:
         """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
         that one rank may meet a new length by itself."""
         stage(f"capturing {type(self.model).__name__} as one graph")
+        started = perf_counter()
         captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
-        return self.finish(captured, signature, stage, f"Batch {call.batch} and sequence {call.sequence}")
+        captured_at = perf_counter()
+        sizes = f"Batch {call.batch} and sequence {call.sequence}"
+        program = self.finish(captured, signature, stage, sizes, partial(self._whole_graph, call, dynamic))
+        program.seconds["capture"] = captured_at - started
+        return program
 
-    def finish(self, captured: Captured, signature: Signature, stage: Callable[[str], None], sizes: str) -> Program:
-        """Transform, agree, lower. `sizes` names in errors what this capture is for."""
+    def finish(
+        self,
+        captured: Captured,
+        signature: Signature,
+        stage: Callable[[str], None],
+        sizes: str,
+        whole_graph: Callable[[], fx.Graph] | None = None,
+    ) -> Program:
+        """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole_graph` see PassContext."""
         stage("running the passes")
-        run_passes(captured, self._pass_context(captured), self.disabled)
+        started = perf_counter()
+        run_passes(captured, self._pass_context(captured, whole_graph), self.disabled)
+        transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
@@ -236,9 +257,9 @@ class CompiledModel:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
-        return Program(
-            captured, run, graphs, [node.meta["input"] for node in captured.placeholders], self._varying(captured)
-        )
+        seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
+        inputs = [node.meta["input"] for node in captured.placeholders]
+        return Program(captured, run, graphs, inputs, self._varying(captured), seconds)
 
     def _varying(self, captured: Captured) -> frozenset[str]:
         """Which tensors of the cache differ between the ranks of a tp group after this graph."""
@@ -253,13 +274,20 @@ class CompiledModel:
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
-        captured = capture(self.shadow, self.model, call, dynamic=self.dynamic is True)
-        run_passes(captured, self._pass_context(captured), self.disabled)
+        dynamic = self.dynamic is True
+        captured = capture(self.shadow, self.model, call, dynamic)
+        context = self._pass_context(captured, partial(self._whole_graph, call, dynamic))
+        run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def _pass_context(self, captured: Captured) -> PassContext:
+    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
-        return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed_layers(self.model))
+        checkpointed = checkpointed_layers(self.model)
+        return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
+
+    def _whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
+        """The same call in global shapes, see `ndcompile.sharded_dims`."""
+        return capture(self.whole, self.model, call, dynamic, growing=self.dynamic is not False).module.graph
 
     def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """The graph's inputs in order."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ndcompile.mesh import Axis, StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
@@ -18,6 +18,7 @@ class PassContext:
     """The plan, the mesh, the dtypes in which parameters are stored now, and the fake mode of the capture.
 
     checkpointed: FQNs of layers whose activations are recomputed in backward, in order.
+    whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
     plan: ShardingPlan
@@ -25,6 +26,7 @@ class PassContext:
     stored_dtypes: Mapping[str, torch.dtype]
     fake_mode: FakeTensorMode
     checkpointed: tuple[str, ...] = ()
+    whole_graph: Callable[[], fx.Graph] | None = None
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""

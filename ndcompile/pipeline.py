@@ -15,6 +15,7 @@ from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
+from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
@@ -27,6 +28,7 @@ _logger = logging.getLogger("ndcompile.pipeline")
 Pass = Callable[[fx.Graph, PassContext], None]
 
 PASSES: tuple[Pass, ...] = (
+    reduce_statistics,
     complete_boundaries,
     merge_boundaries,
     shard_sequence,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,9 +51,12 @@ class _RefusedDeviceMap(Mapping):
 
 
 def refuse_inner_calls(model: nn.Module) -> None:
-    """Inner modules hold sharded weights: only the top module can be called."""
+    """Inner modules hold sharded weights: only the top module can be called.
+
+    Those without tensors (activations) can: transformers shares some of them between all models.
+    """
     for name, module in model.named_modules():
-        if name:
+        if name and any(True for _ in itertools.chain(module.parameters(), module.buffers())):
             module.register_forward_pre_hook(_inner_raiser(name, type(model).__name__))
 
 

@@ -5,9 +5,11 @@ Tried on torch 2.13 (CPU, gloo) and torch 2.11 (CUDA, NCCL). A missing symbol fa
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.compiler
@@ -26,7 +28,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -46,6 +48,10 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
+"""The package has a function of the module's name, which `import` would find."""
 
 CAN_KEEP_RANK_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 """torch 2.11 always sorts the ranks of a new group; later releases can keep the order of the mesh."""
@@ -99,6 +105,36 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextmanager
+def scans_as_operators() -> Iterator[None]:
+    """While active, `associative_scan` is its own decomposition, as many operators as the logarithm of the length.
+
+    Model code imports it where it scans. As a higher-order operator it runs its body outside of the trace: the graph
+    would hold what the tracer's fake tensors computed there.
+    """
+    original = scans.associative_scan
+    scans.associative_scan = _scan
+    try:
+        yield
+    finally:
+        scans.associative_scan = original
+
+
+def _scan(
+    combine_fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
+) -> Any:
+    """`torch.associative_scan`, whose arguments these are, of values with at least one element along `dim`."""
+    leaves, spec = pytree.tree_flatten(xs)
+    leaves = [leaf.flip([dim]) for leaf in leaves] if reverse else leaves
+
+    def combine(*pair: torch.Tensor) -> Any:
+        left, right = pair[: len(leaves)], pair[len(leaves) :]
+        return combine_fn(pytree.tree_unflatten(left, spec), pytree.tree_unflatten(right, spec))
+
+    scanned = scans.generic_associative_scan(combine, leaves, dim % leaves[0].ndim)
+    return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
+
+
 def backward_compiled_with_forward() -> AbstractContextManager[None]:
     """While active, AOTAutograd compiles the backward graph at once, so that its cache entry is whole before a step."""
     name = "force_non_lazy_backward_lowering"
@@ -141,6 +177,7 @@ __all__ = [
     "ConstantSource",
     "CustomPartitionerFn",
     "DimDynamic",
+    "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
     "StridedShard",
@@ -164,6 +201,7 @@ __all__ = [
     "patch_dynamo_config",
     "register_process_group",
     "resolve_process_group",
+    "scans_as_operators",
     "select_decomp_table",
     "size_hint",
     "trace_structured",

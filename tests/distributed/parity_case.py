@@ -79,26 +79,33 @@ def compare_models(
     model: torch.nn.Module, reference: torch.nn.Module, case: Case, seeds: tuple[int, ...] = (0,)
 ) -> Comparison:
     """Both models on the same batches: the compiled one on this rank's, the reference on every data rank's."""
-    world, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
-    worst_loss = 0.0
-    for seed in seeds:
-        batches = [batch(case, r, seed) for r in range(world)]
-        items = _items(case, batches)
-        loss = model(**batches[rank], **items).loss * (world if items else 1)
-        loss.backward()
-        expected = [reference(**b, **items, use_cache=False).loss * (world if items else 1) for b in batches]
-        (torch.stack(expected).mean()).backward()
-        worst_loss = max(worst_loss, error(loss.detach(), expected[rank].detach()))
+    ranks = range(ndcompile.data_world_size(model))
+    worst_loss = max(
+        step_losses(model, reference, [batch(case, rank, seed) for rank in ranks], case.items) for seed in seeds
+    )
     gradients = gradient_errors(model, {name: p.grad for name, p in reference.named_parameters()})
     return Comparison(worst_loss, gradients, _step(model, reference) if case.step else {})
 
 
-def _items(case: Case, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+def step_losses(
+    model: torch.nn.Module, reference: torch.nn.Module, batches: list[dict[str, Tensor]], items: str | None = None
+) -> float:
+    """Forward and backward of both models, `batches` being one of each data rank; the error of this rank's loss."""
+    world, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
+    counted = _items(items, batches)
+    loss = model(**batches[rank], **counted).loss * (world if counted else 1)
+    loss.backward()
+    expected = [reference(**b, **counted, use_cache=False).loss * (world if counted else 1) for b in batches]
+    torch.stack(expected).mean().backward()
+    return error(loss.detach(), expected[rank].detach())
+
+
+def _items(items: str | None, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Labels are shifted by one: the first one of a row predicts nothing."""
-    if case.items is None:
+    if items is None:
         return {}
     count = sum((b["labels"][:, 1:] != IGNORED).sum() for b in batches)
-    return {"num_items_in_batch": count if case.items == "tensor" else int(count)}
+    return {"num_items_in_batch": count if items == "tensor" else int(count)}
 
 
 def _step(model: torch.nn.Module, reference: torch.nn.Module) -> dict[str, float]:

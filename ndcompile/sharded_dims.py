@@ -1,0 +1,141 @@
+"""Which dims of a graph's values are sharded over tp: found by two captures, not by rules for operators.
+
+One graph is in a rank's shapes, the other in global shapes. They have the same nodes, and a dim whose size differs is
+sharded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ndcompile.mesh import StorageMesh
+from ndcompile.sharding_plan import ShardingPlan
+
+aten = torch.ops.aten
+
+Dims = dict[fx.Node, frozenset[int]]
+
+
+def unsharded(plan: ShardingPlan, mesh: StorageMesh) -> tuple[ShardingPlan, StorageMesh]:
+    """The same boundaries on a tp axis of one rank: what is captured with them has the nodes of the rank's graph."""
+    parameters = tuple(p if p.expert else dataclasses.replace(p, tp_size=1) for p in plan.parameters)
+    axes = {**mesh.axes, "tp": dataclasses.replace(mesh.axes["tp"], size=1)}
+    return dataclasses.replace(plan, parameters=parameters), dataclasses.replace(mesh, axes=axes)
+
+
+def pair_nodes(local: fx.Graph, whole: fx.Graph) -> dict[fx.Node, fx.Node] | None:
+    """Every node of the rank's graph with its node of the global one; None if the graphs differ by more than shapes."""
+    if len(local.nodes) != len(whole.nodes):
+        return None
+    pairs = dict(zip(local.nodes, whole.nodes, strict=True))
+    return pairs if all((a.op, a.target) == (b.op, b.target) for a, b in pairs.items()) else None
+
+
+def sharded_dims(pairs: dict[fx.Node, fx.Node]) -> Dims:
+    """Node -> dims that are smaller on the rank; nodes without one, and without a tensor, are left out."""
+    dims = {}
+    for node, twin in pairs.items():
+        value, global_value = node.meta.get("val"), twin.meta.get("val")
+        if isinstance(value, list | tuple) and value:  # chunk, split: the parts are sharded alike
+            value, global_value = value[0], global_value[0]
+        if isinstance(value, Tensor) and isinstance(global_value, Tensor) and value.ndim == global_value.ndim:
+            sizes = zip(value.shape, global_value.shape, strict=True)
+            if found := frozenset(dim for dim, (own, total) in enumerate(sizes) if _differ(own, total)):
+                dims[node] = found
+    return dims
+
+
+def _differ(own: Any, total: Any) -> bool:
+    """Symbols of two captures have the same names, so their text is compared."""
+    return str(own) != str(total)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of an operator by name, or its default; None where it has neither."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, parameter.default_value)
+    return None
+
+
+def _dims_of(name: str) -> Callable[[fx.Node, int], set[int]]:
+    """The dims that an argument lists; all where it is None or empty."""
+
+    def dims(node: fx.Node, ndim: int) -> set[int]:
+        given = argument(node, name)
+        listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        return {dim % ndim for dim in listed} or set(range(ndim))
+
+    return dims
+
+
+def _last_dims(node: fx.Node, ndim: int) -> set[int]:
+    return set(range(ndim - len(argument(node, "normalized_shape")), ndim))
+
+
+def _sliced(node: fx.Node, ndim: int) -> set[int]:
+    """A slice with a step takes every other element of any shard, and one of everything takes everything."""
+    start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+    size = node.args[0].meta["val"].shape[argument(node, "dim")]  # type: ignore[union-attr]
+    everything = start in (None, 0) and (
+        end is None or (isinstance(end, int) and isinstance(size, int) and end >= size)
+    )
+    return set() if everything or step != 1 else {argument(node, "dim") % ndim}
+
+
+def _classes(node: fx.Node, ndim: int) -> set[int]:
+    return {1} if ndim > 1 else {0}
+
+
+_ONE, _SEVERAL = _dims_of("dim"), _dims_of("dims")
+
+READS_ALONG: dict[Any, Callable[[fx.Node, int], set[int]]] = {
+    **dict.fromkeys(
+        [
+            aten.mean.dim, aten.std.correction, aten.std.dim, aten.var.correction, aten.var.dim,
+            aten.var_mean.correction, aten.softmax.int, aten._softmax.default, aten.log_softmax.int,
+            aten.logsumexp.default, aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default,
+            aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argmax.default,
+            aten.argmin.default, aten.max.dim, aten.min.dim, aten.amax.default, aten.amin.default, aten.median.dim,
+            aten.prod.dim_int, aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default, aten.glu.default,
+            aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default,
+            aten.unbind.int, aten.select.int, aten.narrow.default, aten.index_select.default, aten.gather.default,
+        ],
+        _ONE,
+    ),
+    aten.flip.default: _SEVERAL,
+    aten.roll.default: _SEVERAL,
+    aten.layer_norm.default: _last_dims,
+    aten.rms_norm.default: _last_dims,
+    aten.slice.Tensor: _sliced,
+    aten.cross_entropy_loss.default: _classes,
+}  # fmt: skip
+"""Operators whose result depends on where along a dim a value stands, or on all values along it: on a shard they read
+this rank's positions and values only. Sums are missing: a plan may close them with 'all_reduce', like a product."""
+
+SPLITS = {
+    aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.slice.Tensor,
+    aten.narrow.default,
+}  # fmt: skip
+"""Operators that take a fused value apart. Each part of a packed shard is a shard of the part."""
+
+
+def reads_of_shards(graph: fx.Graph, dims: Dims) -> list[tuple[fx.Node, set[int]]]:
+    """The nodes that read along a sharded dim of their first input, with these dims."""
+    found = []
+    for node in graph.nodes:
+        rule = READS_ALONG.get(node.target)
+        source = node.args[0] if node.args else None
+        if rule is None or not isinstance(source, fx.Node) or source not in dims:
+            continue
+        if read := rule(node, source.meta["val"].ndim) & dims[source]:
+            found.append((node, read))
+    return found

@@ -1,0 +1,91 @@
+"""The zoo: a tiny configuration of each of 190 causal language models of transformers 5.24, their layouts and batches.
+
+`configs.json` maps a model type to its configuration: hidden size 64, 4 heads, 2 KV heads, vocabulary 128, and
+as many layers as it takes to have every kind of layer of the type, at least 3 where it has fewer kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import perturb
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, Layout
+
+CONFIGS = Path(__file__).parent / "configs.json"
+
+LAYOUTS: dict[str, Layout] = {
+    "fsdp4": FSDP4,
+    "replicate2_fsdp2": REPLICATE2_FSDP2,
+    "tp2": TP2,
+    "fsdp2_tp2": FSDP2_TP2,
+    "fsdp4_ep4": (("ep", 4),),
+    "fsdp2_tp2_ep2": (("fsdp", 2), ("ep", 1), ("tp", 2)),
+}
+"""An axis "ep" of a mesh holds the ranks of an expert group with batches of their own: ep x tp expert shards."""
+
+SEQUENCE = 16
+"""Longer than the windows and chunks of the configurations, which are 8."""
+TOKENS = range(5, 96)
+"""Ids without a meaning of their own: special tokens are below 5, image and audio tokens from 96."""
+IGNORED = -100
+RANDOM_IN_TRAINING = {"phimoe"}
+"""Their router samples experts: two runs of one model differ, so they are compared in eval mode."""
+
+
+@functools.cache
+def configs() -> dict[str, dict[str, Any]]:
+    """Model type -> configuration."""
+    return json.loads(CONFIGS.read_text())
+
+
+def types() -> list[str]:
+    return list(configs())
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The single-process model, the same at every call, in train mode if it can be; perturbed."""
+    torch.manual_seed(0)
+    return perturb(_from_config(model_type, torch.float32)).to(dtype).train(model_type not in RANDOM_IN_TRAINING)
+
+
+def on_meta(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model without memory, in train mode."""
+    with torch.device("meta"):
+        return _from_config(model_type, dtype).train(model_type not in RANDOM_IN_TRAINING)
+
+
+def _from_config(model_type: str, dtype: torch.dtype) -> PreTrainedModel:
+    values = dict(configs()[model_type])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def batch(rows: int, data_rank: int, seed: int = 0, padding: bool = False) -> dict[str, Tensor]:
+    """The arguments of one data rank's call. Every data rank ignores another number of labels.
+
+    padding: the last row ends in padding, of another length on every data rank.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + data_rank)
+    ids = torch.randint(TOKENS.start, TOKENS.stop, (rows, SEQUENCE), generator=generator)
+    labels = ids.clone()
+    labels[0, : 2 + 2 * data_rank] = IGNORED
+    arguments = {"input_ids": ids, "labels": labels}
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[-1, SEQUENCE - 3 - data_rank :] = 0
+        labels[mask == 0] = IGNORED
+        arguments["attention_mask"] = mask
+    return arguments
+
+
+def layouts_of(model_type: str) -> list[str]:
+    """Every type has an FSDP plan; tp and ep need one of transformers."""
+    model = on_meta(model_type)
+    plans = {"tp": bool(model.tp_plan), "ep": bool(model.ep_plan)}
+    return [name for name, layout in LAYOUTS.items() if all(has for plan, has in plans.items() if plan in dict(layout))]
