@@ -226,7 +226,7 @@ class CompiledModel:
         captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
         captured_at = perf_counter()
         sizes = f"Batch {call.batch} and sequence {call.sequence}"
-        program = self.finish(captured, signature, stage, sizes, partial(self._whole_graph, call, dynamic))
+        program = self.finish(captured, signature, stage, sizes, partial(self.whole_graph, call, dynamic))
         program.seconds["capture"] = captured_at - started
         return program
 
@@ -241,7 +241,7 @@ class CompiledModel:
         """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole_graph` see PassContext."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self._pass_context(captured, whole_graph), self.disabled)
+        run_passes(captured, self.pass_context(captured, whole_graph), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
@@ -276,16 +276,17 @@ class CompiledModel:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         dynamic = self.dynamic is True
         captured = capture(self.shadow, self.model, call, dynamic)
-        context = self._pass_context(captured, partial(self._whole_graph, call, dynamic))
+        context = self.pass_context(captured, partial(self.whole_graph, call, dynamic))
         run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
+    def pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
+        """What the passes know besides the graph; `whole_graph` see PassContext."""
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
 
-    def _whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
+    def whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
         """The same call in global shapes, see `ndcompile.sharded_dims`."""
         return capture(self.whole, self.model, call, dynamic, growing=self.dynamic is not False).module.graph
 

@@ -40,7 +40,8 @@ def sharded_dims(pairs: dict[fx.Node, fx.Node]) -> Dims:
     """Node -> dims that are smaller on the rank; nodes without one, and without a tensor, are left out."""
     dims = {}
     for node, twin in pairs.items():
-        value, global_value = node.meta.get("val"), twin.meta.get("val")
+        value: Any = node.meta.get("val")
+        global_value: Any = twin.meta.get("val")
         if isinstance(value, list | tuple) and value:  # chunk, split: the parts are sharded alike
             value, global_value = value[0], global_value[0]
         if isinstance(value, Tensor) and isinstance(global_value, Tensor) and value.ndim == global_value.ndim:
