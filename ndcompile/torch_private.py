@@ -17,6 +17,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._inductor import config_comms
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -121,6 +122,7 @@ __all__ = [
     "backward_compiled_with_forward",
     "compile_fx",
     "compiling",
+    "config_comms",
     "default_group",
     "default_store",
     "get_hash_for_files",
