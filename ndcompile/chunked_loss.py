@@ -137,7 +137,7 @@ def _log_sum(peak: Tensor, total: Tensor, head: Head) -> Tensor:
 
 @torch.library.custom_op("ndcompile::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left.T @ right. In place: inductor's own addmm would copy the sum, which is as large as the weight."""
+    """total += left.T @ right, in place: inductor's addmm copies the sum so far, which is as large as the weight."""
     left, right = left.to(total.dtype), right.to(total.dtype)
     torch.addmm(total, left.t(), right, out=total)
 

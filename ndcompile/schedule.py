@@ -1,7 +1,9 @@
 """Passes that inductor runs on the lowered graphs: settings by name, so that each can be disabled like a graph pass.
 
-Both keep the order of collectives, which is that of the graph and so the same on all ranks: `overlap_communication`
-moves waits and starts across other kernels only, `bucket_collectives` merges by sizes of parameters.
+Both keep the order of collectives that the graph has, which is the same on all ranks: `overlap_communication` moves
+starts and waits across other kernels only, `bucket_collectives` merges by the sizes of parameters. (By default inductor
+lets the reordering swap collectives, by estimates of a rank's own kernels: ranks with other lengths of the sequence
+could then wait for each other. `FIXED_ORDER` forbids it.)
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ SCHEDULING: Mapping[str, Mapping[str, Any]] = {
     "bucket_collectives": {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "all"},
 }
 """Name of a pass -> settings of torch._inductor.config, which torch 2.11 and 2.13 share."""
+
+FIXED_ORDER = {
+    "reorder_iterative_unsafe_collectives_reorder": False,
+    "sink_waits_iterative_unsafe_collectives_reorder": False,
+}
+"""Settings of torch._inductor.config_comms: no collective starts before one that is before it in the graph."""
 
 
 def inductor_settings(disabled: Collection[str]) -> dict[str, Any]:
