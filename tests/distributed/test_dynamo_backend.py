@@ -93,7 +93,7 @@ def test_ten_lengths_take_one_further_compile(world, dynamo):
 
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_sizes_of_one_are_right(world, dynamo):
-    lengths, batches = [8, 8, 9, 2], [2, 1, 1, 3]
+    lengths, batches = [8, 2], [2, 1]
     _assert_right(world(2)(_lengths, dynamo, lengths, batches), lengths, batches)
 
 

@@ -14,8 +14,8 @@ ONE = {"num_hidden_layers": 1}
     ("layout", "disabled"),
     [
         (workers.REPLICATE2_FSDP2, ()),
-        (workers.FSDP2_TP2, ()),
-        ((("fsdp", 2),), ("bucket_collectives",)),
+        pytest.param(workers.FSDP2_TP2, (), marks=pytest.mark.slow),
+        pytest.param((("fsdp", 2),), ("bucket_collectives",), marks=pytest.mark.slow),
     ],
 )
 def test_parity(world, checkpoint, layout, disabled):
