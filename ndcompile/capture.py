@@ -18,6 +18,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
 from ndcompile.boundaries import Boundary, install_boundaries
 from ndcompile.caches import CacheUpdate, traced_update
@@ -35,6 +36,7 @@ from ndcompile.torch_private import (
     ShapeEnv,
     TracingContext,
     compiling,
+    functions_as_nodes,
     make_fx,
     scans_as_operators,
     tracing,
@@ -97,7 +99,8 @@ class Shadow:
     def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
         self.plan, self.device = plan, mesh.device
         self.module = copy_without_weights(model)
-        _forget_cache(self.module.config)
+        if isinstance(model, PreTrainedModel):
+            _forget_cache(self.module.config)
         self.axes = {name: Boundary(axis) for name, axis in mesh.axes.items()}
         self.dropped: dict[str, Tensor] = {}
         if "tp" in self.axes:
@@ -186,6 +189,8 @@ def trace(
             fx_traceback.preserve_node_meta(),
             compiling(),
             scans_as_operators(),
+            functions_as_nodes(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),  # a trace that fails may leave it as it is
         ):
             module = make_fx(
                 program, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True,

@@ -42,7 +42,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
-from ndcompile.refusals import refuse_inner_calls, refuse_methods
+from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
@@ -116,6 +116,7 @@ class CompiledModel:
 
     def load(self, source: str | os.PathLike[str], *, strict: bool = True, verify: str | None = None) -> LoadReport:
         """Read this rank's slices and the buffers; see `ndcompile.load`."""
+        check_has_checkpoints(self.model)
         targets = self._targets()
         self.loads += 1
         self.agreement.exchange(f"{(name := f'load{self.loads}')}/begin", True)
@@ -129,6 +130,7 @@ class CompiledModel:
 
     def init_weights(self, seed: int) -> None:
         """Give every tensor its initial value; see `ndcompile.init_weights`."""
+        check_has_checkpoints(self.model)
         targets = self._targets()
         self.loads += 1
         with self.agreement.step(name := f"load{self.loads}"):
@@ -150,7 +152,7 @@ class CompiledModel:
         return targets + buffer_targets(self.model, mesh_shape, coordinate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.__signature__, args, kwargs, self.model.config)
+        call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
         self.store.current()
         program = self._program(call)
         if self.checks_every_input:

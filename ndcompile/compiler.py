@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from ndcompile.lower import BACKENDS
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
-from ndcompile.refusals import check_model, check_optimizers, check_options
+from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
 from ndcompile.sharding_plan import build_plan
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def compile(
-    model: PreTrainedModel,
+    model: Model,
     mesh: DeviceMesh | None = None,
     *,
     distributed_config: DistributedConfig | dict | None = None,
@@ -44,10 +46,11 @@ def compile(
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
     loss_only: bool = False,
-) -> PreTrainedModel:
+) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
-    model: a transformers model, usually on the meta device. One with real weights is sliced in place.
+    model: a transformers model, usually on the meta device. One with real weights is sliced in place. Or an ordinary
+        nn.Module with real weights and a plan of the user's: `distributed_config=DistributedConfig(tp_plan={...})`.
     mesh: axes named out of dp_replicate, fsdp, ep, tp, in any order or subset; without names, 1-D, it means tp. None
         builds it from the config with `init_mesh`. ep holds the ranks that share experts and have different batches:
         with it there are ep x tp expert shards, and data is parallel over dp_replicate x fsdp x ep.
@@ -75,7 +78,7 @@ def compile(
         model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity, loss_only
     )
     compiled.bind()
-    if hasattr(model, "generate"):
+    if isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
         model.generate = partial(generate, compiled)
     _fill(compiled, checkpoint, weights)
     return model
@@ -168,6 +171,7 @@ def save_pretrained(
     size; AgreementError if another rank failed, or was silent for 30 seconds after it began; NdcompileError if nothing
     is loaded. A rank that never comes is waited for as in `set_agreement_timeout`.
     """
+    check_has_checkpoints(model)
     return save(
         compiled_model(model),
         folder,
@@ -264,6 +268,8 @@ def _shard(
     config = _config(model, distributed_config)
     check_options(config)
     weights = {} if checkpoint is not None else real_weights(model)
+    if not weights:
+        check_has_checkpoints(model)
     mesh = _mesh(mesh, config)
     ep = config.ep_size or 1
     plan = build_plan(copy_without_weights(model), mesh_sizes(mesh, ep), config, expert_capacity=expert_capacity)
@@ -283,7 +289,8 @@ def _shard(
 def _fill(compiled: CompiledModel, checkpoint: str | os.PathLike[str] | None, weights: dict[str, Tensor]) -> None:
     """Give the parameters of a bound model their values, if there are any yet."""
     model = compiled.model
-    model.save_pretrained = save_method(partial(save_pretrained, model))
+    if isinstance(model, PreTrainedModel):
+        model.save_pretrained = save_method(partial(save_pretrained, model))
     if checkpoint is not None:
         compiled.load(checkpoint)
     elif weights:
@@ -292,7 +299,7 @@ def _fill(compiled: CompiledModel, checkpoint: str | os.PathLike[str] | None, we
 
 
 def _config(model: PreTrainedModel, given: DistributedConfig | dict | None) -> DistributedConfig:
-    config = given if given is not None else getattr(model.config, "distributed_config", None)
+    config = given if given is not None else getattr(getattr(model, "config", None), "distributed_config", None)
     if config is None:
         return DistributedConfig()
     return DistributedConfig.from_dict(config) if isinstance(config, dict) else config

@@ -122,6 +122,8 @@ def _choose(top_k: int | None, sizes: Mapping[str, int], asked: str) -> tuple[st
 
 
 def _top_k(model: PreTrainedModel) -> int | None:
-    """Experts a token: the name that transformers' configurations share."""
+    """Experts a token: the name that transformers' configurations share. None for an ordinary nn.Module."""
+    if not isinstance(model, PreTrainedModel):
+        return None
     value = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     return value if isinstance(value, int) else None

@@ -79,6 +79,7 @@ def _as_captured(module: fx.GraphModule) -> Compiled:
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
         with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # the graph may switch it
             for device, enabled, dtype in states:
                 stack.enter_context(torch.autocast(device, dtype, enabled))
             return module(*inputs)

@@ -62,14 +62,15 @@ def refuse_inner_calls(model: nn.Module) -> None:
 
 def check_model(model: Any) -> None:
     """Raises UnsupportedError for models that are wrapped, hooked or compiled already, TypeError for other objects."""
-    if not isinstance(model, PreTrainedModel):
-        kind = type(model)
-        if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
-            raise UnsupportedError(
-                f"The model is wrapped in {kind.__name__}. Pass the plain model: ndcompile shards it itself."
-            )
+    kind = type(model)
+    if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+        raise UnsupportedError(
+            f"The model is wrapped in {kind.__name__}. Pass the plain model: ndcompile shards it itself."
+        )
+    if not isinstance(model, nn.Module):
         raise TypeError(
-            f"ndcompile.compile takes a transformers PreTrainedModel, not {kind.__module__}.{kind.__name__}."
+            "ndcompile.compile takes a transformers PreTrainedModel or an nn.Module, not "
+            f"{kind.__module__}.{kind.__name__}."
         )
     name = type(model).__name__
     if name.startswith("FSDP") or any(type(m).__name__.startswith("FSDP") for m in model.modules()):
@@ -90,6 +91,15 @@ def check_model(model: Any) -> None:
             raise UnsupportedError(
                 f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
             )
+
+
+def check_has_checkpoints(model: nn.Module) -> None:
+    """Raises UnsupportedError for an ordinary nn.Module, which has no folders of safetensors and no `_init_weights`."""
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no transformers model: give it real weights before ndcompile.compile, which "
+            "slices them, and save and load its state_dict() with torch.distributed.checkpoint."
+        )
 
 
 def check_optimizers(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from ndcompile.errors import PlanError
 from ndcompile.expert_plan import ExpertPlan, check_expert_styles, plan_experts
 from ndcompile.styles import EXPERT_STYLES, STYLES
 from ndcompile.torch_private import StridedShard
+from ndcompile.user_plan import resolve_user_plan
 
 KEEP, FREE = "keep_full_weight", "free_full_weight"
 
@@ -111,13 +112,15 @@ class ShardingPlan:
 
 
 def build_plan(
-    model: PreTrainedModel,
+    model: nn.Module,
     sizes: Mapping[str, int],
     config: DistributedConfig,
     *,
     expert_capacity: float | None = None,
 ) -> ShardingPlan:
     """Resolve transformers' TP, EP and FSDP plans for `model` on axes of `sizes` (see `mesh.mesh_sizes`).
+
+    Of an ordinary nn.Module the config's rules are the plan, see `user_plan`.
 
     Pass a copy of the model: transformers merges overrides into its `_tp_plan` and `_fsdp_plan`.
     expert_capacity: see `expert_plan.plan_experts`.
@@ -126,7 +129,8 @@ def build_plan(
     or ep cannot divide.
     """
     sizes = {"ep": 1, **sizes}
-    tp_styles, ep_styles, fsdp_styles = _resolve(model, sizes, config)
+    resolve = _resolve if isinstance(model, PreTrainedModel) else resolve_user_plan
+    tp_styles, ep_styles, fsdp_styles = resolve(model, sizes, config)
     experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, expert_capacity)
     names = _parameter_names(model)
     parameters = tuple(

@@ -15,7 +15,7 @@ DEVICES = ("cpu", "cuda")
 def model_state(model: nn.Module) -> tuple[Any, ...]:
     """Modes of the process and flags of the model. A change of any of them captures another graph."""
     parameters = list(model.parameters())
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)  # an ordinary nn.Module need not have one
     modules = list(model.modules())
     return (
         ("grad", torch.is_grad_enabled()),

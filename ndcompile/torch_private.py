@@ -47,7 +47,12 @@ from torch.distributed.distributed_c10d import (
     _unregister_process_group as unregister_process_group,
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -136,6 +141,43 @@ def _scan(
     return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
 
 
+@contextmanager
+def functions_as_nodes() -> Iterator[None]:
+    """While active, a model's own autograd Function is one node of the trace, so that its backward is kept.
+
+    Traced into, it would leave the operators of its forward alone, and their derivative is another gradient.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any) -> Any:
+        mode: Any = get_proxy_mode()
+        if mode is None or cls.__module__.partition(".")[0] in ("ndcompile", "torch"):
+            return original.__func__(cls, *args)
+        given = pytree.tree_map(mode.tracer.unwrap_proxy, args)
+        proxy = mode.tracer.create_proxy("call_function", _leaf(cls), given, {}, name=cls.__name__)
+        with disable_proxy_modes_tracing():
+            output = original.__func__(cls, *args)
+        return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
+
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        function.apply = original
+
+
+def _leaf(function: Any) -> Callable[..., Any]:
+    """A graph's target that applies an autograd Function, under its name."""
+
+    def leaf(*args: Any) -> Any:
+        return function.apply(*args)
+
+    leaf.__name__ = leaf.__qualname__ = function.__name__
+    leaf.__module__ = function.__module__
+    return leaf
+
+
 def backward_compiled_with_forward() -> AbstractContextManager[None]:
     """While active, AOTAutograd compiles the backward graph at once, so that its cache entry is whole before a step."""
     name = "force_non_lazy_backward_lowering"
@@ -193,6 +235,7 @@ __all__ = [
     "default_store",
     "dynamo_fake_mode",
     "example_of",
+    "functions_as_nodes",
     "get_hash_for_files",
     "is_checkpoint",
     "launch_empty_grids",

@@ -104,9 +104,23 @@ def test_a_forward_without_weights_says_not_loaded():
         model(input_ids=models.token_ids(2, 8))
 
 
-def test_an_object_that_is_no_transformers_model_is_a_type_error():
-    with pytest.raises(TypeError, match=r"takes a transformers PreTrainedModel, not torch\.nn.*Linear"):
-        ndcompile.compile(torch.nn.Linear(2, 2))
+def test_an_object_that_is_no_module_is_a_type_error():
+    with pytest.raises(TypeError, match=r"takes a transformers PreTrainedModel or an nn\.Module, not builtins\.dict"):
+        ndcompile.compile({})
+
+
+def test_an_ordinary_module_without_weights_is_refused():
+    with torch.device("meta"):
+        module = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match=r"Linear is no transformers model: give it real weights before"):
+        ndcompile.compile(module)
+
+
+def test_an_ordinary_module_has_no_checkpoints():
+    compiled = ndcompile.compile(torch.nn.Linear(2, 2), backend="aot_eager")
+    for call in (lambda: ndcompile.load(compiled, "folder"), lambda: ndcompile.init_weights(compiled, 0)):
+        with pytest.raises(UnsupportedError, match=r"save and load its state_dict\(\) with torch\.distributed"):
+            call()
 
 
 def test_a_model_behind_torch_compile_is_refused():
