@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
-from ndcompile.capture import Captured, Shadow, capture
+from ndcompile.capture import Captured, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
@@ -43,6 +43,7 @@ from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
+from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state

@@ -17,7 +17,6 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.aliases import alias_parameters
 from ndcompile.call import bind
-from ndcompile.capture import copy_without_weights
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.dynamo_backend import Prepared, traced_forward
@@ -29,6 +28,7 @@ from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
+from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import build_plan
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 

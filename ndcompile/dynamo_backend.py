@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ndcompile.call import bind
-from ndcompile.capture import Shadow, capture
+from ndcompile.capture import capture
 from ndcompile.compiled_model import CompiledModel, Signature
 from ndcompile.dynamo_capture import StandIns, capture_from_dynamo, read_inputs, stood_for
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
+from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
 from ndcompile.transformers_private import CACHE_NAMES
