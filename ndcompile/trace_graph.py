@@ -24,6 +24,18 @@ from ndcompile.torch_private import (
 )
 from ndcompile.type_inference import SHAPE_ONLY, written_memory
 
+aten = torch.ops.aten
+
+RETURN_ARGUMENT = {
+    aten.contiguous.default,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.type_as.default,
+}
+"""Operators that return their argument, not a view of it, where there is nothing to convert."""
+
 READS_VALUES = "GuardOnDataDependentSymNode"
 """What the tracer raises where Python asks for the value of a tensor."""
 
@@ -57,10 +69,32 @@ def trace(
     for node, spec, fake in zip(module.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
         node.meta["input"], node.meta["val"] = spec, fake
     module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
+    _follow_arguments(module.graph)
     module.graph.eliminate_dead_code()
     _check_constants(module, model)
     mark_differentiable(module.graph)
     return module
+
+
+def _follow_arguments(graph: fx.Graph) -> None:
+    """Take out conversions that return their argument where gradients are off.
+
+    `x.to(x.dtype)` is x itself, and the tracer takes every later use of x for a use of this node. If it stands in a
+    no_grad region, the gradients of later uses outside of it would end there.
+    """
+    enabled = True
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        elif not enabled and node.target in RETURN_ARGUMENT and _same_tensor(node, node.args[0]):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _same_tensor(node: fx.Node, other: fx.Node) -> bool:
+    value, source = node.meta["val"], other.meta["val"]
+    same_memory = value.untyped_storage()._cdata == source.untyped_storage()._cdata
+    return same_memory and (value.dtype, value.shape, value.stride()) == (source.dtype, source.shape, source.stride())
 
 
 def _check_constants(module: fx.GraphModule, model: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Calls of a compiled model in one process, against the same call of the plain model."""
 
+import copy
+
 import models
 import pytest
 import torch
@@ -167,3 +169,26 @@ def test_autocast_is_honoured_and_the_backward_may_run_under_it(backend):
     gradient = plain.lm_head.weight.grad
     error = (model.lm_head.weight.grad.to_local() - gradient).abs().max() / gradient.abs().max()
     assert error < 0.02
+
+
+class _ConvertsWithoutGradients(torch.nn.Module):
+    """A part that is no part of the gradient converts its input to the dtype that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        with torch.no_grad():
+            scale = hidden.to(self.first.weight.dtype).abs().mean()
+        return self.second(hidden).sum() * scale
+
+
+def test_gradients_flow_past_a_conversion_in_a_no_grad_region():
+    torch.manual_seed(0)
+    plain, x = _ConvertsWithoutGradients(), torch.randn(2, 4)
+    model = ndcompile.compile(copy.deepcopy(plain), backend="eager")
+    plain(x).backward()
+    model(x).backward()
+    torch.testing.assert_close(model.first.weight.grad.full_tensor(), plain.first.weight.grad)
