@@ -227,7 +227,8 @@ def _line_of(node: fx.Node) -> str:
 def mark_differentiable(graph: fx.Graph) -> None:
     """Set `meta["differentiable"]`: whether a gradient flows back through the node. (Traced values are detached.)
 
-    Memory that is written in place may become differentiable after the node that made it; its nodes count as such.
+    Memory that is written in place may become differentiable after the node that made it; its nodes count as such. So
+    does a cast without effect under no_grad: it returns the tensor itself, and what follows the no_grad uses its node.
     """
     memory = written_memory(graph)
     enabled = True
@@ -243,8 +244,27 @@ def mark_differentiable(graph: fx.Graph) -> None:
             if isinstance(value, Tensor):
                 floating = value.is_floating_point() or value.is_complex()
             cut = node.target is torch.ops.aten.detach.default or (node.target in SHAPE_ONLY and node not in memory)
-            differentiable = enabled and carries and floating and not cut
+            differentiable = (enabled or returns_its_input(node)) and carries and floating and not cut
         node.meta["differentiable"] = differentiable
+
+
+NO_EFFECT = {
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.other,
+    torch.ops.aten.contiguous.default,
+}
+"""Operators that return their very input if it is already as asked."""
+
+
+def returns_its_input(node: fx.Node) -> bool:
+    """Whether an operator of NO_EFFECT had none."""
+    source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if node.target not in NO_EFFECT or not isinstance(source, Tensor) or node.kwargs.get("copy"):
+        return False
+    value = node.meta["val"]
+    return (value.dtype, value.device, value.stride()) == (source.dtype, source.device, source.stride())
 
 
 def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
