@@ -2,7 +2,7 @@
 
     python tests/zoo/sweep.py --types llama,qwen3_moe --layouts fsdp4,tp2
 
-Cases whose line is there already are left out, unless --anew. Needs tests, tests/distributed and tests/zoo in
+Cases with a result of the same backend are left out, unless --anew. Needs tests, tests/distributed and tests/zoo in
 PYTHONPATH.
 """
 
@@ -48,6 +48,10 @@ class Results:
         self.path = path
         lines = path.read_text().splitlines() if path.exists() else []
         self.lines = {(line["model_type"], line["layout"]): line for line in map(json.loads, lines)}
+
+    def has(self, case: ZooCase) -> bool:
+        """Whether there is a result of this case's backend."""
+        return self.lines.get((case.model_type, case.layout), {}).get("backend") == case.backend
 
     def add(self, line: dict) -> None:
         self.lines[line["model_type"], line["layout"]] = line
@@ -95,7 +99,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     results = Results(options.results)
     todo = [replace(case, backend=options.backend) for case in cases(types, layouts)]
-    sweep([c for c in todo if options.anew or (c.model_type, c.layout) not in results.lines], results)
+    sweep([case for case in todo if options.anew or not results.has(case)], results)
     write_table(list(results.lines.values()))
 
 
