@@ -7,6 +7,7 @@ sharded.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,17 @@ def unsharded(plan: ShardingPlan, mesh: StorageMesh) -> tuple[ShardingPlan, Stor
     return dataclasses.replace(plan, parameters=parameters), dataclasses.replace(mesh, axes=axes)
 
 
-def pair_nodes(local: fx.Graph, whole: fx.Graph) -> dict[fx.Node, fx.Node] | None:
-    """Every node of the rank's graph with its node of the global one; None if the graphs differ by more than shapes."""
-    if len(local.nodes) != len(whole.nodes):
-        return None
-    pairs = dict(zip(local.nodes, whole.nodes, strict=True))
-    return pairs if all((a.op, a.target) == (b.op, b.target) for a, b in pairs.items()) else None
+def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node], fx.Node | None]:
+    """Every node of the rank's graph with its node of the global one, up to the first that differs by more than shapes.
+
+    Returns the pairs, and this first node of the rank's graph, if there is one.
+    """
+    pairs = {}
+    for own, twin in zip(local.nodes, whole.nodes, strict=False):
+        if (own.op, own.target) != (twin.op, twin.target):
+            return pairs, own
+        pairs[own] = twin
+    return pairs, None
 
 
 def sharded_dims(pairs: dict[fx.Node, fx.Node]) -> Dims:
@@ -85,10 +91,7 @@ def _last_dims(node: fx.Node, ndim: int) -> set[int]:
 def _sliced(node: fx.Node, ndim: int) -> set[int]:
     """A slice with a step takes every other element of any shard, and one of everything takes everything."""
     start, end, step = (argument(node, name) for name in ("start", "end", "step"))
-    size = node.args[0].meta["val"].shape[argument(node, "dim")]  # type: ignore[union-attr]
-    everything = start in (None, 0) and (
-        end is None or (isinstance(end, int) and isinstance(size, int) and end >= size)
-    )
+    everything = start in (None, 0) and end in (None, sys.maxsize)
     return set() if everything or step != 1 else {argument(node, "dim") % ndim}
 
 

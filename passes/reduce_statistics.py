@@ -44,10 +44,14 @@ def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
     whole = context.whole_graph() if axis is not None and context.whole_graph is not None else None
     if axis is None or whole is None:
         return
-    pairs = pair_nodes(graph, whole)
-    if pairs is None:
-        _logger.warning("%s branches on sizes that tp changes: its statistics are not checked", context.plan.model)
-        return
+    pairs, other = pair_nodes(graph, whole)
+    if other is not None:
+        raise VerifyError(
+            f"{other.target} in module {_module(other)!r}{_line(other)} is not what the same code does without tp: it "
+            f"depends on a size that tp={axis.size} cuts, a number of heads or a width. Keep the projections around it "
+            "whole in tp_plan ('colwise_gather_output' in front, 'rowwise_split_input' behind), or, if it is right as "
+            "it is, disable the pass 'reduce_statistics'."
+        )
     dims = sharded_dims(pairs)
     packed = _packed(graph, context, dims)
     for node, read in reads_of_shards(graph, dims):
@@ -151,8 +155,6 @@ def _packed(graph: fx.Graph, context: PassContext, dims: Dims) -> set[fx.Node]:
 
 
 def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int) -> str:
-    line = (node.meta.get("stack_trace") or "").strip().splitlines()
-    where = f" ({line[-2].strip()}: {line[-1].strip()})" if len(line) > 1 else ""
     part = (
         "the parts of a shard are no shards of the parts. Give the fused projection before it the style "
         "'packed_colwise' (two parts) or 'colwise_gather_output'"
@@ -161,9 +163,14 @@ def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int) -> str:
         "projection behind it take its part of a whole input ('rowwise_split_input')"
     )
     return (
-        f"{node.target} in module {_module(node)!r}{where} reads along dim {sorted(read)[0]} of a value of shape "
+        f"{node.target} in module {_module(node)!r}{_line(node)} reads along dim {sorted(read)[0]} of a value of shape "
         f"{tuple(source.meta['val'].shape)} on a rank, which tp_plan has sharded over tp={ranks}: {part} in tp_plan."
     )
+
+
+def _line(node: fx.Node) -> str:
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return f" ({lines[-2].strip()}: {lines[-1].strip()})" if len(lines) > 1 else ""
 
 
 def _module(node: fx.Node) -> str:
