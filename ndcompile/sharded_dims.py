@@ -34,7 +34,7 @@ def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node]
 
     Returns the pairs, and this first node of the rank's graph, if there is one.
     """
-    pairs = {}
+    pairs: dict[fx.Node, fx.Node] = {}
     for own, twin in zip(local.nodes, whole.nodes, strict=False):
         if (own.op, own.target) != (twin.op, twin.target):
             return pairs, own
