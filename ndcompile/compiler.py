@@ -75,7 +75,7 @@ def compile(
     )
     compiled.bind()
     if hasattr(model, "generate"):
-        model.generate = partial(generate, compiled)
+        model.generate = partial(generate, compiled)  # type: ignore[assignment]
     _fill(compiled, checkpoint, weights)
     return model
 

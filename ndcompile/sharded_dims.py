@@ -34,7 +34,7 @@ def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node]
 
     Returns the pairs, and this first node of the rank's graph, if there is one.
     """
-    pairs = {}
+    pairs: dict[fx.Node, fx.Node] = {}
     for own, twin in zip(local.nodes, whole.nodes, strict=False):
         if (own.op, own.target) != (twin.op, twin.target):
             return pairs, own
@@ -46,7 +46,8 @@ def sharded_dims(pairs: dict[fx.Node, fx.Node]) -> Dims:
     """Node -> dims that are smaller on the rank; nodes without one, and without a tensor, are left out."""
     dims = {}
     for node, twin in pairs.items():
-        value, global_value = node.meta.get("val"), twin.meta.get("val")
+        value: Any = node.meta.get("val")
+        global_value: Any = twin.meta.get("val")
         if isinstance(value, list | tuple) and value:  # chunk, split: the parts are sharded alike
             value, global_value = value[0], global_value[0]
         if isinstance(value, Tensor) and isinstance(global_value, Tensor) and value.ndim == global_value.ndim:

@@ -145,10 +145,11 @@ def functions_as_nodes() -> Iterator[None]:
 
     Traced into, it would leave the operators of its forward alone, and their derivative is another gradient.
     """
-    original = torch.autograd.Function.__dict__["apply"]
+    kind: Any = torch.autograd.Function
+    original = kind.__dict__["apply"]
 
     def apply(cls: Any, *args: Any) -> Any:
-        mode = get_proxy_mode()
+        mode: Any = get_proxy_mode()
         if mode is None or cls.__module__.partition(".")[0] in ("ndcompile", "torch"):
             return original.__func__(cls, *args)
         given = pytree.tree_map(mode.tracer.unwrap_proxy, args)
@@ -157,11 +158,11 @@ def functions_as_nodes() -> Iterator[None]:
             output = original.__func__(cls, *args)
         return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    kind.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        kind.apply = original
 
 
 def _leaf(function: Any) -> Callable[..., Any]:
