@@ -274,7 +274,7 @@ class CompiledModel:
         run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
+    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None = None) -> PassContext:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
