@@ -283,7 +283,7 @@ class CompiledModel:
         run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
+    def pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None = None) -> PassContext:
         """What the passes know besides the graph; `whole_graph` see PassContext."""
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)

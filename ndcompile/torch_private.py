@@ -147,7 +147,8 @@ def functions_as_nodes() -> Iterator[None]:
 
     Traced into, it would leave the operators of its forward alone, and their derivative is another gradient.
     """
-    original = torch.autograd.Function.__dict__["apply"]
+    kind: Any = torch.autograd.Function
+    original = kind.__dict__["apply"]
 
     def apply(cls: Any, *args: Any) -> Any:
         mode: Any = get_proxy_mode()

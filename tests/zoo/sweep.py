@@ -21,7 +21,7 @@ import transformers
 import zoo
 from pool import Pool
 from workers import size
-from zoo_case import ZooCase, run_case
+from zoo_case import ZooCase, run_with_repair
 from zoo_table import write_table
 
 RESULTS = Path(__file__).parent / "results.jsonl"
@@ -70,7 +70,7 @@ def sweep(todo: list[ZooCase], results: Results) -> None:
                 ranks = size(zoo.LAYOUTS[case.layout])
                 pool = pools.setdefault(ranks, Pool(ranks, folder))
                 start = time.perf_counter()
-                result = run_case(pool, case, folder, TIMEOUT)
+                result = run_with_repair(pool, case, folder, TIMEOUT)
                 results.add(result.line() | {"backend": case.backend} | versions)
                 took = time.perf_counter() - start
                 first = result.message.splitlines()[0] if result.message else f"{result.worst} {result.error:.1e}"

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, Layout
 
 CONFIGS = Path(__file__).parent / "configs.json"
+REPAIRS = Path(__file__).parent / "repairs.json"
 
 LAYOUTS: dict[str, Layout] = {
     "fsdp4": FSDP4,
@@ -48,20 +49,28 @@ def types() -> list[str]:
     return list(configs())
 
 
-def build(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+@functools.cache
+def repairs() -> dict[str, dict[str, Any]]:
+    """Model type -> {"why", and "plan" or "config"}: the shortest override with which a refused type compiles."""
+    return json.loads(REPAIRS.read_text())
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """The single-process model, the same at every call, in train mode if it can be; perturbed."""
     torch.manual_seed(0)
-    return perturb(_from_config(model_type, torch.float32)).to(dtype).train(model_type not in RANDOM_IN_TRAINING)
+    return (
+        perturb(_from_config(model_type, torch.float32, changes)).to(dtype).train(model_type not in RANDOM_IN_TRAINING)
+    )
 
 
-def on_meta(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def on_meta(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """The model without memory, in train mode."""
     with torch.device("meta"):
-        return _from_config(model_type, dtype).train(model_type not in RANDOM_IN_TRAINING)
+        return _from_config(model_type, dtype, changes).train(model_type not in RANDOM_IN_TRAINING)
 
 
-def _from_config(model_type: str, dtype: torch.dtype) -> PreTrainedModel:
-    values = dict(configs()[model_type])
+def _from_config(model_type: str, dtype: torch.dtype, changes: dict[str, Any]) -> PreTrainedModel:
+    values = configs()[model_type] | changes
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

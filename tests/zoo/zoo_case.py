@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -19,6 +20,8 @@ from workers import EXACT_LIMIT, Comparison, gradient_errors
 import ndcompile
 from ndcompile import errors
 
+ROOT = Path(__file__).parents[2]
+
 LIMIT = 1e-4
 """Largest error of a float32 tensor. SEMANTICS: ten times that of the parity tests, because some types here have
 operators (scans, exponentials of sums) whose float32 noise is that large; what exceeds it must agree in float64."""
@@ -29,7 +32,7 @@ REFUSALS = {name for name in vars(errors) if isinstance(vars(errors)[name], type
 
 @dataclass(frozen=True)
 class ZooCase:
-    """What to run. rows: of a data rank's batch. plan: fields of `DistributedConfig` that override plans."""
+    """What to run. rows: of a data rank's batch. plan: overrides of tp_plan. config: changes of the configuration."""
 
     model_type: str
     layout: str
@@ -38,7 +41,8 @@ class ZooCase:
     seeds: tuple[int, ...] = (0,)
     dtype: torch.dtype = torch.float32
     backend: str = "aot_eager"
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Measured:
 
 @dataclass
 class Result:
-    """One line of the results."""
+    """One line of the results. repaired: the result with the override of `zoo.repairs`."""
 
     model_type: str
     layout: str
@@ -61,26 +65,28 @@ class Result:
     error: float = 0.0
     exact: float | None = None
     message: str = ""
+    repaired: str = ""
     traceback: str = ""
     sharded: float | None = None
     capture_seconds: float | None = None
     lowering_seconds: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """What is set."""
-        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+        """What is set, with files named from the packages' folder or the repository's root."""
+        values = {key: value for key, value in asdict(self).items() if value not in (None, "")}
+        return {key: _portable(value) if isinstance(value, str) else value for key, value in values.items()}
 
 
 def measure(case: ZooCase, checkpoint: str) -> Measured:
     """Run on every rank: one step a seed of both models, with gradients accumulated."""
     model = ndcompile.compile(
-        zoo.on_meta(case.model_type, case.dtype),
+        zoo.on_meta(case.model_type, case.dtype, **case.config),
         workers.mesh(zoo.LAYOUTS[case.layout]),
-        distributed_config=case.plan or None,
+        distributed_config={"tp_plan": case.plan} if case.plan else None,
         checkpoint=checkpoint,
         backend=case.backend,
     )
-    reference = zoo.build(case.model_type, case.dtype)
+    reference = zoo.build(case.model_type, case.dtype, **case.config)
     world = ndcompile.data_world_size(model)
     batches = [[zoo.batch(case.rows, rank, seed, case.padding) for rank in range(world)] for seed in case.seeds]
     loss = max(step_losses(model, reference, of_ranks) for of_ranks in batches)
@@ -94,6 +100,17 @@ def sharded_share(plan: ndcompile.ShardingPlan) -> float:
     """Share of the parameters' elements that a rank of a tp (or ep) group does not hold whole."""
     elements = {p.fqn: prod(p.shape) for p in plan.parameters}
     return sum(elements[p.fqn] for p in plan.parameters if not isinstance(p.tp, Replicate)) / sum(elements.values())
+
+
+def run_with_repair(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> Result:
+    """The verdict, and that of the repaired case for a type that has one and does not pass as it is."""
+    result = run_case(pool, case, folder, timeout)
+    repair = zoo.repairs().get(case.model_type)
+    if repair and result.result != PASS:
+        plan = repair.get("plan", {}) if "tp" in dict(zoo.LAYOUTS[case.layout]) else {}
+        repaired = run_case(pool, replace(case, plan=plan, config=repair.get("config", {})), folder, timeout)
+        result.repaired = repaired.result
+    return result
 
 
 def run_case(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> Result:
@@ -145,6 +162,10 @@ def _worst(pool: Pool, case: ZooCase, checkpoint: Path, timeout: float) -> tuple
         for name, value in rank.comparison.exceeding(-1.0).items():
             worst[name] = max(value, worst.get(name, 0.0), key=_rank_of)
     return worst, measured[0]
+
+
+def _portable(text: str) -> str:
+    return re.sub(r"[^\s\"']*/site-packages/", "", text).replace(f"{ROOT}/", "")
 
 
 def _rank_of(error: float) -> float:

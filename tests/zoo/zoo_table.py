@@ -61,7 +61,9 @@ def _counts(lines: Lines, native: dict[str, dict[str, Any]]) -> str:
                 ours = Counter(lines[t, layout]["result"] for t in chosen)
                 theirs = Counter(_native(native, t, layout) for t in chosen)
                 wrong = theirs["wrong loss"] + theirs["wrong gradient"]
-                other = f"{theirs['pass']} / {wrong} / {theirs['raises']}" if theirs["pass"] else "not run"
+                other = (
+                    f"{theirs['pass']} / {wrong} / {theirs['raises']}" if theirs["not run"] < len(chosen) else "not run"
+                )
                 rows.append([title, len(chosen), *(ours[r] for r in RESULTS), other])
     return _table(["layout", "types", *RESULTS, "transformers: pass / wrong / raises"], rows)
 
@@ -71,11 +73,17 @@ def _failures(lines: Lines, native: dict[str, dict[str, Any]]) -> str:
         [
             model_type, layout, line["result"], _native(native, model_type, layout),
             line.get("message") or f"{line['worst']}: {line['error']:.1e}",
+            f"{line['repaired']} with {json.dumps(_repair(model_type))}" if "repaired" in line else "",
         ]
         for (model_type, layout), line in sorted(lines.items())
         if line["result"] != "pass"
     ]  # fmt: skip
-    return _table(["type", "layout", "result", "transformers", "why"], rows) if rows else "Nothing.\n"
+    return _table(["type", "layout", "result", "transformers", "why", "repaired"], rows) if rows else "Nothing.\n"
+
+
+def _repair(model_type: str) -> dict[str, Any]:
+    repair = zoo.repairs()[model_type]
+    return repair.get("plan") or repair["config"]
 
 
 def _apart(lines: Lines) -> str:
