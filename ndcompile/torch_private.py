@@ -160,12 +160,11 @@ def functions_as_nodes() -> Iterator[None]:
             output = original.__func__(cls, *args)
         return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
 
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(apply)
+    kind.apply = classmethod(apply)
     try:
         yield
     finally:
-        function.apply = original
+        kind.apply = original
 
 
 def _leaf(function: Any) -> Callable[..., Any]:
