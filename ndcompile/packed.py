@@ -118,7 +118,9 @@ def _goes_to_safetensors() -> bool:
 
 
 def _like_its_arguments(result: Any, arguments: Any) -> Any:
-    """An operator in place returns its argument, not a second tensor on its memory."""
+    """An operator in place returns its argument, not a second tensor on its memory. What holds no DTensor stays."""
+    if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(result)):
+        return result
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
     given = {id(tensor._local_tensor): tensor for tensor in tensors}
     return pytree.tree_map_only(DTensor, lambda t: _given(t, given), result)
