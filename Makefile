@@ -27,8 +27,10 @@ demo: toolchain $(VENV)/.examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 6 \
 	  examples/smollm2_finetune.py
 
+# Tests of one process run side by side; those of several ranks use all cores by themselves.
 test: toolchain lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests --ignore tests/distributed --ignore tests/zoo -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/distributed tests/zoo
 
 parity: toolchain $(VENV)/.installed
 	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")

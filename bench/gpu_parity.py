@@ -83,18 +83,32 @@ def reference(model: Any, ids: torch.Tensor, labels: torch.Tensor, data_ranks: i
     return losses, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[str, int]) -> Any:
+def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[str, int], dynamo: bool) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     axes = {name: size for name, size in layout.items() if name != "ep"}
     mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
     asked = DistributedConfig(tp_size=layout.get("tp", 1), fsdp_size=layout.get("fsdp", 1), ep_size=layout.get("ep", 1))
-    return ndcompile.compile(model, mesh, distributed_config=asked, checkpoint=folder)
+    if not dynamo:
+        return ndcompile.compile(model, mesh, distributed_config=asked, checkpoint=folder)
+    ndcompile.prepare(model, mesh, distributed_config=asked, checkpoint=folder)
+    model.compile(backend="ndcompile", fullgraph=True)
+    return model
 
 
-def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, int], resume: bool) -> Any:
+def same_tokens(exact: Any, config: Any, folder: Path, layout: dict[str, int]) -> bool:
+    """Whether greedy decoding gives the single-process model's tokens on this rank."""
+    model = sharded(config, torch.float32, folder, layout, False).eval()
+    ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
+    ids, _ = batch(config.get_text_config().vocab_size, ranks)
+    arguments = {"max_new_tokens": 16, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    found = model.generate(ids.chunk(ranks)[rank], **arguments)
+    return torch.equal(found, exact.eval().generate(ids.chunk(ranks)[rank], **arguments))
+
+
+def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, int], resume: bool, dynamo: bool) -> Any:
     """The loss, the gradients, the data rank, and what a checkpoint did not bring back bit by bit (None: not tried)."""
-    model = sharded(config, dtype, folder, layout)
+    model = sharded(config, dtype, folder, layout, dynamo)
     ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
     ids, labels = (x.chunk(ranks)[rank] for x in batch(config.get_text_config().vocab_size, ranks))
     loss = model(input_ids=ids, labels=labels).loss
@@ -105,7 +119,7 @@ def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, in
     gradients = {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
     changed = None
     if resume:
-        other = sharded(config, dtype, None, layout)
+        other = sharded(config, dtype, None, layout, dynamo)
         ndcompile.init_weights(other, 1)
         changed = resumed(model, optimizer, other, torch.optim.AdamW(other.parameters(), fused=True), folder / "resume")
     return loss.item(), gradients, rank, changed
@@ -156,16 +170,19 @@ def distance(found: Gradients, expected: Gradients) -> float:
     return (error / sum(g.square().sum() for g in expected.values())).sqrt().item()
 
 
-def check(config: Any, layout: dict[str, int], folder: Path, resume: bool, skewed: bool) -> dict[str, Any]:
+def check(config: Any, layout: dict[str, int], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = layout.get("fsdp", 1) * layout.get("dp_replicate", 1)
     vocabulary = config.get_text_config().vocab_size
-    exact = build(config, torch.float32, folder / "float32", skewed)
+    exact = build(config, torch.float32, folder / "float32", args.skewed)
     losses, expected = reference(exact, *batch(vocabulary, ranks), ranks)
-    loss, found, rank, changed = compiled(config, torch.float32, folder / "float32", layout, resume)
+    loss, found, rank, changed = compiled(
+        config, torch.float32, folder / "float32", layout, args.resume, args.torch_compile
+    )
     error, name = worst(found, expected)
-    rounded = build(config, torch.bfloat16, folder / "bf16", skewed)
+    rounded = build(config, torch.bfloat16, folder / "bf16", args.skewed)
     _, single = reference(rounded, *batch(vocabulary, ranks), ranks)
-    _, ours, _, _ = compiled(config, torch.bfloat16, folder / "bf16", layout, False)
+    _, ours, _, _ = compiled(config, torch.bfloat16, folder / "bf16", layout, False, args.torch_compile)
+    tokens = same_tokens(exact, config, folder / "float32", layout) if args.generate else None
     experts = any(".experts." in name for name in expected)
     single_error, our_error = distance(single, expected), distance(ours, expected)
     return {
@@ -175,7 +192,8 @@ def check(config: Any, layout: dict[str, int], folder: Path, resume: bool, skewe
         "bf16 single-process error": single_error,
         "bf16 ndcompile error": our_error,
         "changed by a checkpoint": changed,
-        "ok": bool(error < 1e-5 and (experts or our_error < 2 * single_error) and not changed),
+        "same tokens": tokens,
+        "ok": bool(error < 1e-5 and (experts or our_error < 2 * single_error) and not changed and tokens is not False),
     }
 
 
@@ -186,6 +204,8 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["fsdp=2", "tp=2"])
     parser.add_argument("--resume", action="store_true", help="also check a round trip through a checkpoint")
     parser.add_argument("--skewed", action="store_true", help="route all tokens to the first four experts")
+    parser.add_argument("--torch-compile", action="store_true", help="by ndcompile.prepare and torch.compile")
+    parser.add_argument("--generate", action="store_true", help="also compare the tokens of greedy decoding")
     parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -201,12 +221,15 @@ def main() -> None:
         for text in args.layouts:
             layout = {n: int(s) for n, s in (part.split("=") for part in text.split(","))}
             try:
-                result = check(config, layout, args.work / path.stem, args.resume, args.skewed)
+                result = check(config, layout, args.work / path.stem, args)
             except ndcompile.NdcompileError as error:
                 result = {"ok": False, "refused": str(error)[:300]}
             failed += not result["ok"]
             if dist.get_rank() == 0:
-                line = json.dumps({"model": path.stem, "layout": text, "skewed": args.skewed} | result)
+                line = json.dumps(
+                    {"model": path.stem, "layout": text, "skewed": args.skewed, "torch.compile": args.torch_compile}
+                    | result
+                )
                 print(line, flush=True)
                 if args.out:
                     with args.out.open("a") as out:

@@ -11,7 +11,8 @@ LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama
 those of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds
 of the first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW),
 tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token
-does not meet), peak memory in GB, the loss.
+does not meet), peak memory in GB, the loss; with --profile the time of communication, and the part of it that no other
+kernel hides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -81,14 +82,16 @@ def save_checkpoint(folder: str, kind: str, layers: int) -> None:
 def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
-    asked = distributed_config(sizes, args.exchange)
-    dynamic = False if args.exchange == "all_gather" else None
-    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, dynamic=dynamic)
+    asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
+    options = {"loss_only": args.loss_only, "disable_passes": args.disable}
+    if args.exchange == "all_gather":
+        options["dynamic"] = False
+    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, **options)
 
 
-def distributed_config(sizes: dict[str, int], exchange: str) -> DistributedConfig:
+def distributed_config(sizes: dict[str, int], exchange: str, **options: bool) -> DistributedConfig:
     asked = {f"{name}_size": size for name, size in sizes.items()}
-    return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange)
+    return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange, **options)
 
 
 def build_transformers(folder: str, sizes: dict[str, int], exchange: str, compiled: bool) -> Any:
@@ -150,6 +153,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
     asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
+    if system == "ndcompile":
+        options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
+        asked |= {name: value for name, value in options.items() if value}
     result: dict[str, Any] = {
         "case": args.case,
         **asked,
@@ -169,7 +175,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     measure(step, 2)
     times = measure(step, args.steps)
     if args.profile and dist.get_rank() == 0:
-        profile(step, args.profile)
+        result |= profile(step, args.profile)
     elif args.profile:
         step()
     loss = step()
@@ -205,7 +211,9 @@ def value(loss: torch.Tensor) -> float:
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
 
-def profile(step: Callable[[], Any], path: str) -> None:
+def profile(step: Callable[[], Any], path: str) -> dict[str, float]:
+    """Write a table of kernels; returns milliseconds of communication in the step, and how many of them no other kernel
+    ran."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -214,6 +222,30 @@ def profile(step: Callable[[], Any], path: str) -> None:
         torch.cuda.synchronize()
     with open(path, "w") as out:
         out.write(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
+    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [("nccl" in event.name.lower(), event.time_range.start, event.time_range.end) for event in kernels]
+    communication = merged((start, end) for is_nccl, start, end in spans if is_nccl)
+    computation = merged((start, end) for is_nccl, start, end in spans if not is_nccl)
+    together = length(communication) + length(computation) - length(merged(communication + computation))
+    return {
+        "communication_ms": round(length(communication) / 1e3, 1),
+        "exposed_ms": round((length(communication) - together) / 1e3, 1),
+    }
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of time spans, as spans that do not touch."""
+    union: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((start, end))
+    return union
+
+
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
 
 
 def main() -> None:
@@ -221,12 +253,15 @@ def main() -> None:
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=("llama", "moe"), default="llama")
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
+    parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
+    parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
+    parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--checkpoint", default="build/bench")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--profile", help="file for a table of kernels")
+    parser.add_argument("--profile", help="file for a table of kernels; adds communication times to the line")
     parser.add_argument("--out", help="file to append the line to")
     args = parser.parse_args()
     args.checkpoint = f"{args.checkpoint}-{args.model}"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import AgreementError
 from ndcompile.mesh import StorageMesh, leave_groups
 from ndcompile.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
@@ -172,7 +173,7 @@ def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
     return [_line_of(node, axes) for node in graph.nodes if node.target in DISTRIBUTED]
 
 
-DISTRIBUTED = (redistribute, unshard, average_gradient, all_to_all)
+DISTRIBUTED = (redistribute, unshard, average_gradient, all_to_all, vocabulary_loss)
 
 
 def _line_of(node: fx.Node, axes: Mapping[str, str]) -> str:
@@ -182,6 +183,8 @@ def _line_of(node: fx.Node, axes: Mapping[str, str]) -> str:
         details, shape = list(pair(node)), f"{value.ndim} dims"
     elif node.target is all_to_all:
         group, details, shape = node.args[3], [], f"{value.ndim} dims"
+    elif node.target is vocabulary_loss:  # the number of chunks is that of a rank's tokens
+        details = list(node.args[6:8])
     plain = ", ".join(str(detail) for detail in details if isinstance(detail, str | int))
     name = node.target._opname  # type: ignore[union-attr]
     return f"{name} over {axes.get(str(group), group)} ({plain}) {value.dtype} {shape} in {module!r}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticLayer
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.transformers_private import CACHE_COUNTS, CACHE_LENGTHS
@@ -66,7 +66,8 @@ class CacheState:
                 sizes = tuple(-1 if dim in (0, _length_dim(path)) else size for dim, size in enumerate(leaf.shape))
                 parts.append((leaf.dtype, leaf.device.type, sizes))
             else:
-                parts.append("count" if _is_input(path, leaf) else repr(leaf))
+                constant = leaf.type if isinstance(leaf, torch.device) else leaf  # ranks have devices of their own
+                parts.append("count" if _is_input(path, leaf) else repr(constant))
         return tuple(parts)
 
     def shapes(self, batch: int) -> tuple[Any, ...]:
@@ -117,12 +118,18 @@ class CacheState:
 def read_cache(cache: Any, name: str) -> CacheState:
     """Flatten a cache, which is the argument `name`.
 
-    Raises UnsupportedError for one that is no list of layers, and for one with content that another model put there.
+    Raises UnsupportedError for one that is no list of layers, for static and offloaded ones, and for one with content
+    that another model put there.
     """
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise UnsupportedError(
             f"The {name} argument is a {type(cache).__name__}. A compiled model takes a cache with layers, such as "
             "DynamicCache(config=model.config)."
+        )
+    if getattr(cache, "offloading", False) or any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise UnsupportedError(
+            f"The {name} argument is a static or offloaded cache, which a compiled model cannot take yet. Use "
+            "DynamicCache(config=model.config), or generate without cache_implementation."
         )
     with_paths, spec = pytree.tree_flatten_with_path([dict(vars(layer)) for layer in cache.layers])
     paths = tuple(pytree.keystr(path) for path, _ in with_paths)
@@ -134,7 +141,7 @@ def read_cache(cache: Any, name: str) -> CacheState:
             lengths[leaf.shape[dim]] = None
         elif not isinstance(leaf, Tensor) and _is_input(path, leaf) and any(isinstance(x, Tensor) for x in leaves):
             lengths[leaf] = None
-    if cache.get_seq_length() and not hasattr(cache, MARK):
+    if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves) and not hasattr(cache, MARK):
         raise UnsupportedError(
             "The cache holds tokens that this model did not see when it was compiled: under tp every rank keeps "
             "the heads of its own. Start with an empty cache."

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.call import Call, bind
-from ndcompile.capture import Captured, Shadow, capture
+from ndcompile.capture import Captured, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
 from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
@@ -34,6 +34,7 @@ from ndcompile.loader import (
     load_into,
     materialize_buffers,
 )
+from ndcompile.loss_only import drop_logits, explain_logits
 from ndcompile.lower import Compiled, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.partition import Partitioner
@@ -42,6 +43,7 @@ from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
+from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
@@ -85,12 +87,16 @@ class CompiledModel:
         backend: str,
         dynamic: bool | None,
         disabled: frozenset[str],
+        loss_only: bool,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
         self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
+        self.loss_only = loss_only
+        for shadow in {self.shadow, self.whole} if loss_only else ():
+            drop_logits(shadow.module)
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
@@ -163,7 +169,10 @@ class CompiledModel:
             captured.cache.mark(call.cache.cache, program.varying)
             if captured.cache_leaf is not None:
                 returned.insert(captured.cache_leaf, call.cache.cache)
-        return pytree.tree_unflatten(returned, captured.output_spec)
+        output = pytree.tree_unflatten(returned, captured.output_spec)
+        if self.loss_only:
+            explain_logits(output)
+        return output
 
     def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
         """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
@@ -220,7 +229,7 @@ class CompiledModel:
         captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
         captured_at = perf_counter()
         sizes = f"Batch {call.batch} and sequence {call.sequence}"
-        program = self.finish(captured, signature, stage, sizes, partial(self._whole_graph, call, dynamic))
+        program = self.finish(captured, signature, stage, sizes, partial(self.whole_graph, call, dynamic))
         program.seconds["capture"] = captured_at - started
         return program
 
@@ -235,10 +244,10 @@ class CompiledModel:
         """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole_graph` see PassContext."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self._pass_context(captured, whole_graph), self.disabled)
+        run_passes(captured, self.pass_context(captured, whole_graph), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
-        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1)
+        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
@@ -270,16 +279,17 @@ class CompiledModel:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         dynamic = self.dynamic is True
         captured = capture(self.shadow, self.model, call, dynamic)
-        context = self._pass_context(captured, partial(self._whole_graph, call, dynamic))
+        context = self.pass_context(captured, partial(self.whole_graph, call, dynamic))
         run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def _pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None = None) -> PassContext:
+    def pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None) -> PassContext:
+        """What the passes know besides the graph; `whole_graph` see PassContext."""
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
 
-    def _whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
+    def whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
         """The same call in global shapes, see `ndcompile.sharded_dims`."""
         return capture(self.whole, self.model, call, dynamic, growing=self.dynamic is not False).module.graph
 

@@ -17,7 +17,6 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.aliases import alias_parameters
 from ndcompile.call import bind
-from ndcompile.capture import copy_without_weights
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.dynamo_backend import Prepared, traced_forward
@@ -29,6 +28,7 @@ from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
+from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import build_plan
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
@@ -45,6 +45,7 @@ def compile(
     dynamic: bool | None = None,
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
+    loss_only: bool = False,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -64,6 +65,9 @@ def compile(
     disable_passes: names of optional passes to leave out, see `ndcompile.pipeline`.
     expert_capacity: exchange tokens in fixed shapes: a rank sends every other at most this multiple of an even share
         (tokens x top_k / ep) and drops the rest, see `dropped_tokens`; math.inf is the worst case, which drops nothing.
+    loss_only: a call with labels returns the loss and no logits, which are then never whole: they are computed, and
+        their gradient, for a part of the tokens at a time and on shards of the vocabulary. `.logits` of such an output
+        raises UnsupportedError when it is used; a call without labels returns logits as ever.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -71,11 +75,11 @@ def compile(
     Raises MeshError, PlanError, UnsupportedError or CheckpointError before any collective, on every rank.
     """
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity
+        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity, loss_only
     )
     compiled.bind()
-    if hasattr(model, "generate"):
-        model.generate = partial(generate, compiled)  # type: ignore[assignment]
+    if isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
+        model.generate = partial(generate, compiled)
     _fill(compiled, checkpoint, weights)
     return model
 
@@ -93,7 +97,7 @@ def prepare(
     """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
 
     Dynamo traces a model with the parameters that it has, so they are sharded before: build the optimizer after this
-    call. All arguments are those of `compile`; `lowering` is its `backend`. torch.compile decides on `fullgraph` and
+    call. The arguments are those of `compile`; `lowering` is its `backend`. torch.compile decides on `fullgraph` and
     `dynamic`, and its `options` may repeat the arguments of this call, which must agree.
 
     Called without torch.compile, or compiled by another backend, the model raises. Raises what `compile` raises.
@@ -253,6 +257,7 @@ def _shard(
     dynamic: bool | None,
     disable_passes: Collection[str],
     expert_capacity: float | None,
+    loss_only: bool = False,
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
@@ -269,7 +274,13 @@ def _shard(
     ep = config.ep_size or 1
     plan = build_plan(copy_without_weights(model), mesh_sizes(mesh, ep), config, expert_capacity=expert_capacity)
     compiled = CompiledModel(
-        model, storage_mesh(mesh, ep), plan, backend=backend, dynamic=dynamic, disabled=frozenset(disable_passes)
+        model,
+        storage_mesh(mesh, ep),
+        plan,
+        backend=backend,
+        dynamic=dynamic,
+        disabled=frozenset(disable_passes),
+        loss_only=loss_only,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

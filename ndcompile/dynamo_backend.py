@@ -11,17 +11,21 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from ndcompile.capture import Shadow
+from ndcompile.call import bind
+from ndcompile.capture import capture
 from ndcompile.compiled_model import CompiledModel, Signature
 from ndcompile.dynamo_capture import StandIns, capture_from_dynamo, read_inputs, stood_for
 from ndcompile.errors import NdcompileError, UnsupportedError
+from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
+from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
 from ndcompile.transformers_private import CACHE_NAMES
@@ -63,6 +67,7 @@ class Prepared:
 
     def __init__(self, compiled: CompiledModel, options: Mapping[str, Any]) -> None:
         self.compiled, self.options = compiled, dict(options)
+        self.statistics_checked = False
         self.shadow = Shadow(compiled.model, compiled.plan, compiled.mesh)
         self.stand_ins = StandIns(self.shadow, compiled.model, self)
 
@@ -82,9 +87,32 @@ class Prepared:
         self.shadow.follow(self.compiled.model)
         self.stand_ins.follow(self.compiled.model)
 
+    def refuse_statistics(self) -> None:
+        """Raises UnsupportedError for a model that `reduce_statistics` would rewrite, VerifyError if it refuses it.
+
+        The pass compares a graph with one in global shapes, and Dynamo's is in a rank's shapes alone: so a plain call
+        of the model is captured instead, once.
+        """
+        compiled = self.compiled
+        if self.statistics_checked or "tp" not in compiled.mesh.axes:
+            return
+        ids = torch.zeros(2, 8, dtype=torch.int64, device=compiled.mesh.device)
+        call = bind(compiled.__signature__, (ids,), {})
+        captured = capture(compiled.shadow, compiled.model, call, dynamic=False)
+        before = len(captured.module.graph.nodes)
+        context = compiled.pass_context(captured, partial(compiled.whole_graph, call, False))
+        reduce_statistics(captured.module.graph, context)
+        if len(captured.module.graph.nodes) != before:
+            raise UnsupportedError(
+                f"{type(compiled.model).__name__} takes statistics over values that tp shards, which torch.compile "
+                "cannot make whole. Use ndcompile.compile."
+            )
+        self.statistics_checked = True
+
     def compile(self, gm: fx.GraphModule) -> Callable[..., Sequence[Any]]:
         """Dynamo's graph as a callable that takes the inputs of that graph."""
         compiled, agreement = self.compiled, self.compiled.agreement
+        self.refuse_statistics()
         read = read_inputs(gm.graph)
         lines = [*read.describe(), *(f"{name}: {value}" for name, value in model_state(compiled.model))]
         key = (compiled_frame(), *lines)

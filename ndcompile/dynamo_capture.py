@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ndcompile.capture import Captured, Shadow, state_inputs, trace
+from ndcompile.capture import Captured, state_inputs
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETER, GraphInput
+from ndcompile.shadow import Shadow
 from ndcompile.torch_private import FakeTensorMode, example_of, is_checkpoint
+from ndcompile.trace_graph import trace
 from ndcompile.transformers_private import AUXILIARY_LOSS
 
 

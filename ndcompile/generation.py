@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import UnsupportedError
+from ndcompile.transformers_private import SWITCH_FOR_DECODING
 
 
 def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +44,7 @@ def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
     kwargs.setdefault("disable_compile", True)  # transformers would compile the compiled forward again
     with compiled.agreement.step(step):
         compiled.agreement.same_inputs(f"{step}/prompts", tensors, 0)
-        with _one_random_stream(compiled, f"{step}/random"), _no_device_map(model):
+        with _one_random_stream(compiled, f"{step}/random"), _left_alone(model):
             return method(model, *args, **kwargs)
 
 
@@ -70,11 +71,14 @@ def _one_random_stream(compiled: CompiledModel, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def _no_device_map(model: Any) -> Iterator[None]:
-    """transformers' loop looks at the device map, which refuses Trainer and accelerate."""
+def _left_alone(model: Any) -> Iterator[None]:
+    """While active, transformers' loop finds no device map, which refuses Trainer and accelerate, and switches no
+    experts implementation for decoding, which a captured graph could not follow."""
     device_map = model.__dict__.pop("hf_device_map", None)
+    setattr(model, SWITCH_FOR_DECODING, nullcontext)
     try:
         yield
     finally:
+        delattr(model, SWITCH_FOR_DECODING)
         if device_map is not None:
             model.hf_device_map = device_map

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import Tensor, fx
 
 from ndcompile.capture import Captured
 from ndcompile.partition import Partitioner, partition_tags
+from ndcompile.schedule import FIXED_ORDER, inductor_settings
 from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
+    config_comms,
     launch_empty_grids,
     select_decomp_table,
     tracing,
@@ -33,10 +35,13 @@ _AUTOCAST = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 """Devices whose autocast a capture may run under."""
 
 
-def lower(captured: Captured, backend: str, alike: bool) -> tuple[Compiled, Partitioner]:
+def lower(
+    captured: Captured, backend: str, alike: bool, disabled: Collection[str] = ()
+) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
     alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
+    disabled: passes of `schedule.SCHEDULING` to leave out.
 
     `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
     the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
@@ -54,7 +59,9 @@ def lower(captured: Captured, backend: str, alike: bool) -> tuple[Compiled, Part
             launch_empty_grids()
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
-            compiled: Any = compile_fx(module, fakes, config_patches=KERNELS_ALIKE if alike else None)
+            stack.enter_context(config_comms.patch(FIXED_ORDER))  # type: ignore[attr-defined]
+            settings = inductor_settings(disabled) | (KERNELS_ALIKE if alike else {})
+            compiled: Any = compile_fx(module, fakes, config_patches=settings)
             return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.layout import Box, boxes, narrow
-from ndcompile.torch_private import NO_OFFSETS, StridedShard
+from ndcompile.torch_private import NO_OFFSETS, StridedShard, without_torch_function
 
 
 def of_placements(tensor: DTensor) -> DTensor:
@@ -63,18 +63,16 @@ class PackedDTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        given: dict[int, DTensor] = {}
-        if func._schema.is_mutable:  # an operator in place returns its argument, not a second tensor on its memory
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-            given = {id(tensor._local_tensor): tensor for tensor in tensors}
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        return _like_its_arguments(result, (args, kwargs)) if func._schema.is_mutable else _all_packed(result)
 
-        def wrap(tensor: DTensor) -> DTensor:
-            key = id(tensor._local_tensor)
-            return given[key] if key in given else _packed(tensor)
-
-        return pytree.tree_map_only(DTensor, wrap, result)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch 2.11 asks no subclass of DTensor in `__torch_dispatch__`. So calls from Python are followed here, which
+        is where state dicts and optimizers make their tensors."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        return _like_its_arguments(result, (args, kwargs))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(b.global_offset), torch.Size(b.size)) for b in self._boxes()]
@@ -117,6 +115,21 @@ def _goes_to_safetensors() -> bool:
             return frame.f_locals.get("serialization_format") == SerializationFormat.SAFETENSORS
         frame = frame.f_back
     return False
+
+
+def _like_its_arguments(result: Any, arguments: Any) -> Any:
+    """An operator in place returns its argument, not a second tensor on its memory."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+    given = {id(tensor._local_tensor): tensor for tensor in tensors}
+    return pytree.tree_map_only(DTensor, lambda t: _given(t, given), result)
+
+
+def _given(tensor: DTensor, given: dict[int, DTensor]) -> DTensor:
+    return given[id(tensor._local_tensor)] if id(tensor._local_tensor) in given else _packed(tensor)
+
+
+def _all_packed(result: Any) -> Any:
+    return pytree.tree_map_only(DTensor, _packed, result)
 
 
 def _packed(tensor: DTensor) -> PackedDTensor:

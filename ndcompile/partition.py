@@ -25,7 +25,7 @@ from ndcompile.torch_private import (
 )
 
 LOWERING_SOURCES = tuple(
-    str(Path(__file__).with_name(name)) for name in ("partition.py", "random_ops.py", "redistribute.py")
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("chunked_loss", "partition", "random_ops", "redistribute")
 )
 
 aten = torch.ops.aten

@@ -11,12 +11,15 @@ from ndcompile.capture import Captured
 from ndcompile.dump import dump
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
+from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.passes.seed_random_ops import seed_random_ops
+from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
+from ndcompile.schedule import SCHEDULING
 from ndcompile.torch_private import trace_structured
 from ndcompile.verifier import verify
 
@@ -28,7 +31,9 @@ PASSES: tuple[Pass, ...] = (
     reduce_statistics,
     complete_boundaries,
     merge_boundaries,
+    shard_sequence,
     reduce_auxiliary_loss,
+    chunk_loss,
     seed_random_ops,
     checkpoint_layers,
     unshard_parameters,
@@ -39,13 +44,15 @@ REQUIRED = frozenset({"seed_random_ops", "unshard_parameters"})
 
 
 def pass_names() -> list[str]:
+    """Names of the passes on the captured graph, in order; inductor's are in `schedule.SCHEDULING`."""
     return [p.__name__ for p in PASSES]
 
 
 def check_disabled(names: Collection[str]) -> None:
     """Raises ValueError for names that are no passes, or passes that the result depends on."""
-    if unknown := set(names) - set(pass_names()):
-        raise ValueError(f"disable_passes names {sorted(unknown)}, which are no passes. Passes: {pass_names()}.")
+    known = [*pass_names(), *SCHEDULING]
+    if unknown := set(names) - set(known):
+        raise ValueError(f"disable_passes names {sorted(unknown)}, which are no passes. Passes: {known}.")
     if needed := set(names) & REQUIRED:
         raise ValueError(f"Passes {sorted(needed)} cannot be disabled: the graph needs them to be right.")
 

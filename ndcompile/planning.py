@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.capture import copy_without_weights
 from ndcompile.errors import MeshError
 from ndcompile.loader.assignment import Assignment
 from ndcompile.loader.catalog import Entry, read_catalog
@@ -21,6 +20,7 @@ from ndcompile.loader.rank_reads import ReadPlan, rank_reads
 from ndcompile.loader.source import resolve_source
 from ndcompile.loader.synthetic import synthetic_catalog
 from ndcompile.mesh import check_expert_size
+from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 
 

@@ -122,8 +122,6 @@ def check_options(config: DistributedConfig) -> None:
     """Raises UnsupportedError for options of DistributedConfig that are not implemented yet."""
     if config.fsdp_cpu_offload:
         raise UnsupportedError("fsdp_cpu_offload=True is not supported yet. Leave it off.")
-    if config.enable_sequence_parallel:
-        raise UnsupportedError("enable_sequence_parallel=True is not supported yet. Leave it off.")
 
 
 def _raiser(sentence: str):

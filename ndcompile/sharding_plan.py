@@ -94,6 +94,7 @@ class ShardingPlan:
     modules: tuple[ModulePlan, ...]
     mixed_precision: bool = False
     experts: tuple[ExpertPlan, ...] = ()
+    sequence_parallel: bool = False
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -143,7 +144,8 @@ def build_plan(
     )
     check_heads(model, tp_styles, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
-    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts)
+    by_sequence = bool(config.enable_sequence_parallel) and sizes["tp"] > 1
+    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence)
 
 
 def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:

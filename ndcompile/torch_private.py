@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.compiler
 import torch.distributed as dist
+from torch._C import DisableTorchFunctionSubclass as without_torch_function
 from torch._dynamo import patch_dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
@@ -22,6 +23,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._inductor import config_comms
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -145,8 +147,7 @@ def functions_as_nodes() -> Iterator[None]:
 
     Traced into, it would leave the operators of its forward alone, and their derivative is another gradient.
     """
-    kind: Any = torch.autograd.Function
-    original = kind.__dict__["apply"]
+    original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any) -> Any:
         mode: Any = get_proxy_mode()
@@ -158,11 +159,12 @@ def functions_as_nodes() -> Iterator[None]:
             output = original.__func__(cls, *args)
         return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
 
-    kind.apply = classmethod(apply)
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        kind.apply = original
+        function.apply = original
 
 
 def _leaf(function: Any) -> Callable[..., Any]:
@@ -180,6 +182,11 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
     """While active, AOTAutograd compiles the backward graph at once, so that its cache entry is whole before a step."""
     name = "force_non_lazy_backward_lowering"
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or the number that stands for it while it is traced; no guard is added."""
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def two_dimensional_grid(columns: int, rows: int) -> tuple[int, int, int]:
@@ -223,6 +230,7 @@ __all__ = [
     "compile_fx",
     "compiled_frame",
     "compiling",
+    "config_comms",
     "default_group",
     "default_store",
     "dynamo_fake_mode",
@@ -240,8 +248,10 @@ __all__ = [
     "resolve_process_group",
     "scans_as_operators",
     "select_decomp_table",
+    "size_hint",
     "trace_structured",
     "tracing",
     "two_dimensional_grid",
     "unregister_process_group",
+    "without_torch_function",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "CACHE_COUNTS",
     "CACHE_LENGTHS",
     "CACHE_NAMES",
+    "SWITCH_FOR_DECODING",
     "LoadStateDictInfo",
     "WeightConverter",
     "WeightRenaming",
@@ -52,6 +53,9 @@ CACHE_LENGTHS = {"keys": 2, "values": 2, "indexer_keys": 1}
 """Attributes of a cache's layers -> the dim that grows with every token. 5.24."""
 CACHE_COUNTS = ("cumulative_length",)
 """Attributes of a cache's layers that count, as Python numbers, the tokens that a layer has seen. 5.24."""
+
+SWITCH_FOR_DECODING = "_optimize_model_for_decode"
+"""Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""
 
 
 @contextmanager

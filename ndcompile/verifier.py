@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import VerifyError
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
@@ -34,7 +35,8 @@ def check_groups(graph: fx.Graph, context: PassContext) -> None:
     """Every distributed node runs over an axis of the mesh, with its size."""
     sizes = {axis.group: axis.size for axis in context.mesh.axes.values()}
     for node in graph.nodes:
-        if node.target in (redistribute, unshard, average_gradient) and sizes.get(node.args[1]) != node.args[2]:
+        over_axis = node.target in (redistribute, unshard, average_gradient) or _on_shards(node)
+        if over_axis and sizes.get(node.args[1]) != node.args[2]:
             raise VerifyError(f"{_where(node)} runs over {node.args[1]!r} of size {node.args[2]}; axes are {sizes}.")
         if node.target is all_to_all and [sizes.get(node.args[3])] * 2 != [len(part) for part in node.args[1:3]]:
             raise VerifyError(f"{_where(node)} has {len(node.args[1])} parts over {node.args[3]!r}; axes are {sizes}.")
@@ -101,6 +103,11 @@ def check_parameters(graph: fx.Graph, context: PassContext) -> None:
                 f"The gradient of parameter {entry.fqn!r} is divided by {divided}, but it is a sum over "
                 f"{rest if entry.expert else 1} data ranks."
             )
+
+
+def _on_shards(node: fx.Node) -> bool:
+    """Whether the node is a loss on shards of the vocabulary; one on a whole vocabulary runs over no axis."""
+    return node.target is vocabulary_loss and node.args[1] != ""
 
 
 def _where(node: fx.Node) -> str:

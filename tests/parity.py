@@ -18,7 +18,7 @@ import checkpoint_case
 import models
 import torch
 import transformers
-from parity_case import Case, compare
+from parity_case import Case, collectives, compare
 from pool import Pool, RankError, RankTimeout
 from workers import EXACT_LIMIT, LAYOUTS, LIMIT, REPLICATE2_TP2, TP2, TP2_FSDP2, Layout, size
 
@@ -82,6 +82,18 @@ class Runner:
         self.worst = max(within, default=0.0)
         return {name: value for name, value in errors.items() if not value <= limit}
 
+    def same_collectives(self, case: Case) -> str:
+        """`same`, or what differs between the two front ends."""
+        both = [replace(case, options=case.options | {"dynamo": dynamo}) for dynamo in (False, True)]
+        try:
+            found = [self._pool(case.layout)(collectives, each, self._checkpoint(case)) for each in both]
+        except (RankError, RankTimeout) as error:
+            self.failures.append(f"{case.model} {case.layout}: {str(error).strip().splitlines()[-1]}")
+            return "FAILED"
+        if found[0] != found[1]:
+            self.failures.append(f"{case.model} {case.layout}: the front ends have different collectives")
+        return "same" if found[0] == found[1] else "DIFFERENT"
+
     def checkpoints(self, name: str, source: str, layouts: dict[str, Layout]) -> list[str]:
         """`equal` or FAILED for every layout that loads what `source` saved."""
         start, folder = time.perf_counter(), self.folder / f"{name} {source}"
@@ -138,6 +150,28 @@ def inductor(run: Runner) -> list[str]:
         overrides = {"num_hidden_layers": 2}
         case = Case(name, LAYOUTS["fsdp2_tp2"], padding=True, overrides=overrides, options={"backend": "inductor"})
         lines.append(f"| {name} | {run(f'{name} inductor', [case])} |")
+    return lines
+
+
+def front_ends(run: Runner) -> list[str]:
+    """The models and layouts of the first part through torch.compile."""
+    lines = [
+        "Each cell: the largest error of torch.compile against the single-process model, and whether its collectives"
+    ]
+    lines += ["are those of ndcompile.compile, one by one.", ""]
+    lines += ["| model | " + " | ".join(LAYOUTS) + " |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    for name in MODELS:
+        cells = []
+        for title, layout in LAYOUTS.items():
+            case = Case(
+                name,
+                layout,
+                padding=True,
+                overrides={"num_hidden_layers": 2},
+                options={"dynamo": True, "backend": "eager"},
+            )
+            cells.append(f"{run(f'{name} {title}, torch.compile', [case])}, {run.same_collectives(case)}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -211,6 +245,7 @@ PARTS: dict[str, Callable[[Runner], list[str]]] = {
     "Architectures and layouts": matrix,
     "Single cases": single,
     "Through inductor, fsdp2_tp2": inductor,
+    "torch.compile": front_ends,
     "Expert parallelism": experts,
     "Checkpoints": checkpoints,
 }

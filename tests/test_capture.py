@@ -1,5 +1,7 @@
 """Calls of a compiled model in one process, against the same call of the plain model."""
 
+import copy
+
 import models
 import pytest
 import torch
@@ -86,13 +88,17 @@ def test_inference_mode(model, plain):
 
 def test_use_cache_unset_is_off(model):
     with torch.no_grad():
-        assert "past_key_values" not in model(input_ids=IDS)
+        assert model(input_ids=IDS).cache is None
 
 
-@pytest.mark.parametrize("argument", [{"use_cache": True}, {"past_key_values": object()}])
-def test_a_key_value_cache_is_refused_by_name(model, argument):
-    with pytest.raises(UnsupportedError, match="no key-value cache yet: call it without past_key_values and use_cache"):
-        model(input_ids=IDS, **argument)
+def test_use_cache_returns_a_cache_that_the_next_call_takes(model):
+    with torch.no_grad():
+        first = model(input_ids=IDS[:, :-1], use_cache=True)
+        second = model(input_ids=IDS[:, -1:], cache=first.cache)
+        whole = model(input_ids=IDS)
+    assert second.cache is first.cache
+    assert second.cache.get_seq_length() == IDS.shape[1]
+    torch.testing.assert_close(second.logits[:, -1], whole.logits[:, -1])
 
 
 def test_the_same_signature_captures_once(model):
@@ -163,3 +169,26 @@ def test_autocast_is_honoured_and_the_backward_may_run_under_it(backend):
     gradient = plain.lm_head.weight.grad
     error = (model.lm_head.weight.grad.to_local() - gradient).abs().max() / gradient.abs().max()
     assert error < 0.02
+
+
+class _ConvertsWithoutGradients(torch.nn.Module):
+    """A part that is no part of the gradient converts its input to the dtype that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        with torch.no_grad():
+            scale = hidden.to(self.first.weight.dtype).abs().mean()
+        return self.second(hidden).sum() * scale
+
+
+def test_gradients_flow_past_a_conversion_in_a_no_grad_region():
+    torch.manual_seed(0)
+    plain, x = _ConvertsWithoutGradients(), torch.randn(2, 4)
+    model = ndcompile.compile(copy.deepcopy(plain), backend="eager")
+    plain(x).backward()
+    model(x).backward()
+    torch.testing.assert_close(model.first.weight.grad.full_tensor(), plain.first.weight.grad)

@@ -85,28 +85,3 @@ def test_a_value_that_the_trace_did_not_see_is_refused():
     model = ndcompile.compile(WithConstant(), backend="eager")
     with pytest.raises(CaptureError, match=r"WithConstant, layer '', computes a value outside of the trace: .*clamp_"):
         model(torch.randn(2, 4))
-
-
-class WithCast(nn.Module):
-    """A cast without effect under no_grad returns the tensor that the gradient flows through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        with torch.no_grad():
-            scale = hidden.to(torch.float32).abs().max()
-        return (self.second(hidden) / scale).sum()
-
-
-def test_a_cast_without_effect_under_no_grad_is_differentiable():
-    model = ndcompile.compile(WithCast(), backend="eager")
-    model(torch.randn(2, 4)).backward()
-    ((program,),) = (signature.programs for signature in model.forward.signatures.values())
-    nodes = program.captured.module.graph.nodes
-    casts = [node for node in nodes if node.target is torch.ops.aten.to.dtype]
-    linears = [node for node in nodes if node.target is torch.ops.aten.linear.default]
-    assert [node.meta["differentiable"] for node in casts] == [True]
-    assert casts[0] in linears[1].all_input_nodes, "the tracer's rule that this guards against has changed"

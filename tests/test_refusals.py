@@ -24,7 +24,6 @@ def model():
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("generate", [models.token_ids(1, 4)], r"needs a key-value cache.*Generate with an uncompiled copy"),
         ("push_to_hub", ["me/model"], r"would upload from every rank\. Call save_pretrained\(folder\) on all ranks"),
         ("resize_token_embeddings", [140], r"changes parameters\. Resize.*, then call ndcompile\.compile"),
         ("add_adapter", [None], r"adds parameters\. Add.*, then call ndcompile\.compile"),
@@ -68,7 +67,6 @@ def test_compiling_twice_is_refused(model):
     ("option", "error", "sentence"),
     [
         ({"fsdp_cpu_offload": True, "fsdp_size": 1}, UnsupportedError, "fsdp_cpu_offload=True is not supported yet"),
-        ({"enable_sequence_parallel": True, "tp_size": 1}, UnsupportedError, "enable_sequence_parallel=True is not"),
         ({"pp_size": 2}, MeshError, "pp_size=2: pipeline parallelism is not supported"),
     ],
 )  # fmt: skip

@@ -8,11 +8,11 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ndcompile.capture import mark_differentiable
 from ndcompile.errors import VerifyError
 from ndcompile.graph_input import PARAMETER, GraphInput
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.redistribute import redistribute
+from ndcompile.trace_graph import mark_differentiable
 from ndcompile.type_inference import varying_over_tp
 from ndcompile.verifier import check_gradients
 

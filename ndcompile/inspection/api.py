@@ -15,7 +15,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.capture import copy_without_weights
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
 from ndcompile.inspection.memory import memory, stored_bytes
@@ -30,6 +29,7 @@ from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
 from ndcompile.plan_table import exchange_lines
 from ndcompile.refusals import check_model, check_options
+from ndcompile.shadow import copy_without_weights
 
 
 @dataclass(frozen=True)

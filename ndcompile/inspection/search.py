@@ -19,7 +19,6 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.capture import copy_without_weights
 from ndcompile.errors import PlanError
 from ndcompile.inspection.kernels import Size, filled_rows
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
@@ -31,6 +30,7 @@ from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.loader.rank_reads import spell_bytes
 from ndcompile.mesh import Axis
+from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 
 

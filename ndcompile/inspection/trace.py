@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.call import bind
-from ndcompile.capture import Captured, Shadow, capture, copy_without_weights
+from ndcompile.capture import Captured, capture
 from ndcompile.dump import dump
 from ndcompile.graph_input import PARAMETER
 from ndcompile.inspection.attention import fuse_attention
@@ -33,6 +33,7 @@ from ndcompile.mesh import FUSED, Axis, StorageMesh
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.redistribute import redistribute
+from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 from ndcompile.signature import checkpointed_layers
 from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups

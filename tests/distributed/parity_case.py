@@ -12,6 +12,7 @@ from torch import Tensor
 from workers import Comparison, Layout, error, full, gradient_errors
 
 import ndcompile
+from ndcompile.compiler import compiled_model
 
 IGNORED = -100
 
@@ -65,6 +66,13 @@ def compare(case: Case, checkpoint: str, seeds: tuple[int, ...] = (0,)) -> Compa
     )
     reference = models.build(case.model, case.dtype, **case.overrides)
     return compare_models(model, reference, case, seeds)
+
+
+def collectives(case: Case, checkpoint: str) -> list[str]:
+    """The distributed nodes of the graph that a step of `case` captures, in order."""
+    model = workers.compiled(case.model, case.layout, checkpoint, case.overrides, case.dtype, **case.options)
+    model(**batch(case, ndcompile.data_rank(model)))
+    return [line for signature in compiled_model(model).signatures.values() for line in signature.collectives]
 
 
 def compare_models(

@@ -47,7 +47,7 @@ def _stages(layout):
             stages.append(f"== after {name} ==\n" + "\n".join(line for line in changes if not line.startswith("@@")))
         previous = text
 
-    run_passes(captured, compiled._pass_context(captured), (), observe)
+    run_passes(captured, compiled.pass_context(captured, None), (), observe)
     return "\n\n".join(stage.rstrip() for stage in stages) + "\n"
 
 

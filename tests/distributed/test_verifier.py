@@ -111,7 +111,7 @@ def _messages(name):
     compiled = compiled_model(workers.compiled(name, LAYOUTS[name], None, ONE))
     ids = models.token_ids(2, 8)
     captured = capture(compiled.shadow, compiled.model, bind(compiled.__signature__, (ids,), {}), False)
-    context = compiled._pass_context(captured)
+    context = compiled.pass_context(captured, None)
     run_passes(captured, context)
     found = {}
     for damage in ALL[name]:

@@ -1,0 +1,57 @@
+"""The copy of a model that is traced: no weights, plan modules wrapped."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ndcompile.boundaries import Boundary, install_boundaries
+from ndcompile.expert_exchange import install_exchanges
+from ndcompile.mesh import StorageMesh
+from ndcompile.sharding_plan import ShardingPlan
+
+
+class Shadow:
+    """A copy of the model for tracing: no weights, plan modules wrapped. The user's model stays as it is."""
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
+        self.plan, self.device = plan, mesh.device
+        self.module = copy_without_weights(model)
+        if isinstance(model, PreTrainedModel):
+            _forget_cache(self.module.config)
+        self.axes = {name: Boundary(axis) for name, axis in mesh.axes.items()}
+        self.dropped: dict[str, Tensor] = {}
+        if "tp" in self.axes:
+            install_boundaries(self.module, plan, self.axes["tp"])
+        if plan.experts:
+            install_exchanges(self.module, plan.experts, self.axes, self.dropped)
+        self.modules = dict(self.module.named_modules())
+
+    def follow(self, model: nn.Module) -> None:
+        """Take over what may change between captures: training flags."""
+        for name, module in model.named_modules():
+            self.modules[name].training = module.training
+
+
+def copy_without_weights(model: nn.Module) -> Any:
+    """A deep copy on the meta device, ties kept. Hooks of the top module stay behind: they run outside the graph."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty(b.shape, dtype=b.dtype, device="meta")
+    state = {key: model.__dict__[key] for key in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")}
+    for key in state:
+        memo[id(state[key])] = type(state[key])()
+    return copy.deepcopy(model, memo)
+
+
+def _forget_cache(config: Any) -> None:
+    """Graphs have no key-value cache unless asked: see call.py."""
+    for part in [config, *(v for v in vars(config).values() if hasattr(v, "use_cache"))]:
+        if getattr(part, "use_cache", None):
+            part.use_cache = False
