@@ -223,7 +223,7 @@ def _other_backend():
 def _statistics():
     values = json.loads((Path(__file__).parents[1] / "zoo" / "configs.json").read_text())["gemma3n_text"]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).eval()
     ndcompile.prepare(model, workers.mesh(TP2), lowering="eager")
     torch.compile(model, backend="ndcompile")(models.token_ids(2, 8))
 
