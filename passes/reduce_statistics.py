@@ -39,13 +39,16 @@ aten = torch.ops.aten
 
 
 def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
-    """Reduce means and deviations over sharded dims. Raises VerifyError for other operators that read along one."""
+    """Reduce means and deviations over sharded dims. Raises VerifyError for other operators that read along one.
+
+    The exchange of tokens between experts is left alone: it takes a rank's part of the tokens on purpose, to sort them.
+    """
     axis = context.axis("tp")
     whole = context.whole_graph() if axis is not None and context.whole_graph is not None else None
     if axis is None or whole is None:
         return
     pairs, other = pair_nodes(graph, whole)
-    if other is not None:
+    if other is not None and not _exchanged(other, context):
         raise VerifyError(
             f"{other.target} in module {_module(other)!r}{_line(other)} is not what the same code does without tp: it "
             f"depends on a size that tp={axis.size} cuts, a number of heads or a width. Keep the projections around it "
@@ -56,7 +59,7 @@ def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
     packed = _packed(graph, context, dims)
     for node, read in reads_of_shards(graph, dims):
         source: Any = node.args[0]
-        if node.target in SPLITS and source in packed:
+        if (node.target in SPLITS and source in packed) or _exchanged(node, context):
             continue
         rewrite = STATISTICS.get(node.target)
         if rewrite is None or not _equal_shards(source, pairs[source], read, axis.size):
@@ -171,6 +174,11 @@ def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int) -> str:
 def _line(node: fx.Node) -> str:
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     return f" ({lines[-2].strip()}: {lines[-1].strip()})" if len(lines) > 1 else ""
+
+
+def _exchanged(node: fx.Node, context: PassContext) -> bool:
+    """Whether a node is of experts that get their tokens by an exchange."""
+    return any(f"{_module(node)}.".startswith(f"{experts.fqn}.") for experts in context.plan.experts)
 
 
 def _module(node: fx.Node) -> str:
