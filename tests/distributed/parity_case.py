@@ -48,7 +48,7 @@ def batch(case: Case, data_rank: int, seed: int = 0) -> dict[str, Tensor]:
     vocabulary = case.overrides.get("vocab_size", 128)
     ids = models.token_ids(rows, length, vocabulary, seed=100 * seed + data_rank)
     labels = ids.clone()
-    labels[0, : 2 + 2 * data_rank] = IGNORED
+    labels[0, : min(2 + 2 * data_rank, length - 2)] = IGNORED  # a batch without labels has no loss
     arguments = {"input_ids": ids, "labels": labels}
     if case.padding:
         mask = torch.ones_like(ids)
