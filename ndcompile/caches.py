@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,31 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from ndcompile.errors import UnsupportedError
 from ndcompile.transformers_private import CACHE_COUNTS, CACHE_LENGTHS
 
-MARK = "ndcompile_varying"
-"""Attribute of a cache that a compiled model filled: paths of the tensors that differ between tp ranks."""
+MARK = "ndcompile_shards"
+"""Attribute of a cache that a compiled model filled: its `CacheShards`."""
+
+
+@dataclass(frozen=True)
+class CacheShards:
+    """What a tp rank's tensors are of the whole ones, by path.
+
+    varying: those that differ between tp ranks. times: how many times as large the whole tensor is, per dim.
+    """
+
+    varying: frozenset[str] = frozenset()
+    times: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, varying: frozenset[str], local: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> CacheShards:
+        """From a rank's (fake) tensors and the whole ones. Sizes that are symbols are lengths, not cut by tp."""
+        times = {
+            path: tuple(
+                total // own if isinstance(own, int) and isinstance(total, int) and own else 1
+                for own, total in zip(tensor.shape, whole[path].shape, strict=True)
+            )
+            for path, tensor in local.items()
+        }
+        return cls(varying, {path: factors for path, factors in times.items() if set(factors) != {1}})
 
 
 @dataclass(frozen=True)
@@ -54,13 +77,24 @@ class CacheState:
         """The most tokens that a layer has seen."""
         return max(self.lengths, default=0)
 
-    def varying(self) -> frozenset[str]:
-        return getattr(self.cache, MARK, frozenset())
+    @property
+    def shards(self) -> CacheShards:
+        return getattr(self.cache, MARK, CacheShards())
+
+    def whole(self) -> CacheState:
+        """The same state in global shapes, without values: what a capture without tp reads."""
+        leaves = list(self.leaves)
+        for number, path in enumerate(self.paths):
+            if (times := self.shards.times.get(path)) is not None:
+                own = leaves[number]
+                shape = [size * factor for size, factor in zip(own.shape, times, strict=True)]
+                leaves[number] = own.new_empty(shape, device="meta")
+        return replace(self, leaves=tuple(leaves))
 
     def key(self) -> tuple[Any, ...]:
         """What a graph is specialised on, besides lengths."""
         parts: list[Any] = [type(self.cache).__name__, *(type(layer).__name__ for layer in self.cache.layers)]
-        parts += [str(self.spec), tuple(sorted(self.varying()))]
+        parts += [str(self.spec), tuple(sorted(self.shards.varying))]
         for path, leaf in zip(self.paths, self.leaves, strict=True):
             if isinstance(leaf, Tensor):
                 sizes = tuple(-1 if dim in (0, _length_dim(path)) else size for dim, size in enumerate(leaf.shape))
@@ -189,9 +223,9 @@ class CacheUpdate:
         """Paths of the tensors that the graph returns, in order."""
         return [path for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, _Output)]
 
-    def mark(self, cache: Cache, varying: frozenset[str]) -> None:
-        """Note on the caller's cache which of its tensors differ between tp ranks."""
-        setattr(cache, MARK, varying)
+    def mark(self, cache: Cache, shards: CacheShards) -> None:
+        """Note on the caller's cache what its tensors are of the whole ones."""
+        setattr(cache, MARK, shards)
 
 
 @dataclass(frozen=True)

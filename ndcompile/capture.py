@@ -58,6 +58,13 @@ class Captured:
     def placeholders(self) -> list[fx.Node]:
         return self.module.graph.find_nodes(op="placeholder")
 
+    @property
+    def cache_nodes(self) -> dict[str, fx.Node]:
+        """The tensors of the cache that the graph returns, by path."""
+        outputs: Any = self.module.graph.output_node().args[0]
+        paths = [] if self.cache is None else self.cache.outputs()
+        return dict(zip(paths, outputs[self.returned :], strict=True))
+
     def serves(self, call: Call) -> bool:
         """Whether what was assumed of the symbolic sizes while tracing and compiling holds for the sizes of `call`."""
         sizes = call.sizes
@@ -96,7 +103,7 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool, growing
             inputs.append(GraphInput(ARGUMENT, name))
             fakes.append(fake.requires_grad_(tensor.requires_grad))
         if call.cache is not None:
-            varying = call.cache.varying()
+            varying = call.cache.shards.varying
             inputs += [GraphInput(VARYING_CACHE if name in varying else CACHE, name) for name in call.cache.names]
             fakes += call.cache.fakes(call.batch, symbols, shadow.device)
     results: list[tuple[Any, ...]] = []

@@ -9,18 +9,19 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ndcompile.agreement import Agreement, collective_lines
+from ndcompile.caches import CacheShards
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
@@ -56,14 +57,15 @@ from ndcompile.type_inference import varying_over_tp
 class Program:
     """A compiled graph and the sizes that it serves.
 
-    varying: paths of the cache's tensors that differ over tp. seconds: how long capture, passes and lowering took.
+    shards: what the cache's tensors are of the whole ones after a call. seconds: how long capture, passes and lowering
+    took.
     """
 
     captured: Captured
     run: Compiled
     graphs: Partitioner
     inputs: list[GraphInput]
-    varying: frozenset[str] = frozenset()
+    shards: CacheShards = field(default_factory=CacheShards)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -166,7 +168,7 @@ class CompiledModel:
         returned = outputs[:seen]
         if call.cache is not None and captured.cache is not None:
             captured.cache.apply(call.cache, outputs[captured.returned :], partial(captured.evaluate, sizes=call.sizes))
-            captured.cache.mark(call.cache.cache, program.varying)
+            captured.cache.mark(call.cache.cache, program.shards)
             if captured.cache_leaf is not None:
                 returned.insert(captured.cache_leaf, call.cache.cache)
         output = pytree.tree_unflatten(returned, captured.output_spec)
@@ -229,7 +231,7 @@ class CompiledModel:
         captured = capture(self.shadow, self.model, call, dynamic, growing=self.dynamic is not False)
         captured_at = perf_counter()
         sizes = f"Batch {call.batch} and sequence {call.sequence}"
-        program = self.finish(captured, signature, stage, sizes, partial(self.whole_graph, call, dynamic))
+        program = self.finish(captured, signature, stage, sizes, self.whole_capture(call, dynamic))
         program.seconds["capture"] = captured_at - started
         return program
 
@@ -239,12 +241,12 @@ class CompiledModel:
         signature: Signature,
         stage: Callable[[str], None],
         sizes: str,
-        whole_graph: Callable[[], fx.Graph] | None = None,
+        whole: Callable[[], Captured] | None = None,
     ) -> Program:
-        """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole_graph` see PassContext."""
+        """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole` see `whole_capture`."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self.pass_context(captured, whole_graph), self.disabled)
+        run_passes(captured, self.pass_context(captured, whole), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
@@ -262,36 +264,40 @@ class CompiledModel:
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
-        return Program(captured, run, graphs, inputs, self._varying(captured), seconds)
+        return Program(captured, run, graphs, inputs, self._cache_shards(captured, whole), seconds)
 
-    def _varying(self, captured: Captured) -> frozenset[str]:
-        """Which tensors of the cache differ between the ranks of a tp group after this graph."""
-        if captured.cache is None or "tp" not in self.mesh.axes:
-            return frozenset()
-        graph = captured.module.graph
-        varying = varying_over_tp(graph, self.plan, self.mesh.axes["tp"].group)
-        outputs: Any = graph.output_node().args[0]
-        named = zip(captured.cache.outputs(), outputs[captured.returned :], strict=True)
+    def _cache_shards(self, captured: Captured, whole: Callable[[], Captured] | None) -> CacheShards:
+        """What the tensors of the cache are of the whole ones after this graph."""
+        if captured.cache is None or whole is None or "tp" not in self.mesh.axes:
+            return CacheShards()
+        varying = varying_over_tp(captured.module.graph, self.plan, self.mesh.axes["tp"].group)
+        nodes = captured.cache_nodes
         kept = [node.meta["input"].name for node in captured.placeholders if node.meta["input"].kind == VARYING_CACHE]
-        return frozenset([*kept, *(path for path, node in named if node in varying)])
+        return CacheShards.between(
+            frozenset([*kept, *(path for path, node in nodes.items() if node in varying)]),
+            {path: node.meta["val"] for path, node in nodes.items()},
+            {path: node.meta["val"] for path, node in whole().cache_nodes.items()},
+        )
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         dynamic = self.dynamic is True
         captured = capture(self.shadow, self.model, call, dynamic)
-        context = self.pass_context(captured, partial(self.whole_graph, call, dynamic))
+        context = self.pass_context(captured, self.whole_capture(call, dynamic))
         run_passes(captured, context, self.disabled)
         return lower(captured, "aot_eager", alike=True)[1]
 
-    def pass_context(self, captured: Captured, whole_graph: Callable[[], fx.Graph] | None = None) -> PassContext:
-        """What the passes know besides the graph; `whole_graph` see PassContext."""
+    def pass_context(self, captured: Captured, whole: Callable[[], Captured] | None = None) -> PassContext:
+        """What the passes know besides the graph; `whole` see `whole_capture`."""
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)
+        whole_graph = None if whole is None else lambda: whole().module.graph
         return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
 
-    def whole_graph(self, call: Call, dynamic: bool) -> fx.Graph:
-        """The same call in global shapes, see `ndcompile.sharded_dims`."""
-        return capture(self.whole, self.model, call, dynamic, growing=self.dynamic is not False).module.graph
+    def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:
+        """Captures the same call in global shapes when it is asked for, once. See `ndcompile.sharded_dims`."""
+        call = call if call.cache is None else replace(call, cache=call.cache.whole())
+        return cache(partial(capture, self.whole, self.model, call, dynamic, growing=self.dynamic is not False))
 
     def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """The graph's inputs in order."""

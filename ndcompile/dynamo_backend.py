@@ -11,7 +11,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ class Prepared:
         call = bind(compiled.__signature__, (ids,), {})
         captured = capture(compiled.shadow, compiled.model, call, dynamic=False)
         before = len(captured.module.graph.nodes)
-        context = compiled.pass_context(captured, partial(compiled.whole_graph, call, False))
+        context = compiled.pass_context(captured, compiled.whole_capture(call, False))
         reduce_statistics(captured.module.graph, context)
         if len(captured.module.graph.nodes) != before:
             raise UnsupportedError(
