@@ -5,13 +5,14 @@ import itertools
 import checkpoint_case
 import pytest
 from checkpoint_case import LAYOUTS
+from matrix import sampled_rows
 from workers import size
 
 CHAIN = ["fsdp4", "tp2 x fsdp2", "ep4", "1 process", "dp_replicate2 x fsdp2", "tp2 x ep4 (8 ranks)", "fsdp4"]
 """Every layout is saved once, and loaded from another once."""
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.pairwise(CHAIN), ids=str)
+@pytest.mark.parametrize(("source", "target"), sampled_rows(itertools.pairwise(CHAIN), 1, 2), ids=str)
 def test_model_and_optimizer_are_the_same_bits_on_another_mesh(source, target, world, checkpoint, tmp_path):
     name, layouts = "mixtral", (LAYOUTS[source], LAYOUTS[target])
     folder = checkpoint(name, **checkpoint_case.OVERRIDES)

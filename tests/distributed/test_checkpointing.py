@@ -3,6 +3,7 @@
 import math
 
 import models
+import pytest
 import torch
 import workers
 from workers import FSDP2_TP2
@@ -52,6 +53,7 @@ def test_saved_bytes_fall_and_gradients_are_the_same(ranks, checkpoint):
     _assert_recompute_changes_nothing(ranks(_both_ways, checkpoint("llama", **TWO), {}))
 
 
+@pytest.mark.slow
 def test_recompute_draws_the_same_dropout_again(ranks, checkpoint):
     overrides = {"attention_dropout": 0.1}
     _assert_recompute_changes_nothing(ranks(_both_ways, checkpoint("llama", **TWO), overrides))

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 import workers
+from matrix import sampled, sampled_rows
 from parity_case import Case, assert_parity
 from transformers import AutoConfig, AutoModelForCausalLM
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, size
@@ -34,6 +35,7 @@ def _collectives(model):
     return [signature.collectives for signature in compiled_model(model).signatures.values()]
 
 
+@pytest.mark.slow
 def test_one_training_step_through_dynamo_and_inductor(world, checkpoint):
     options = {"dynamo": True, "backend": "inductor"}
     case = Case("qwen3", FSDP2_TP2, padding=True, step=True, overrides=ONE, options=options)
@@ -51,7 +53,7 @@ def _both_front_ends(name, layout, checkpoint, overrides, options):
     return results
 
 
-@pytest.mark.parametrize(("model", "layout", "options"), CASES)
+@pytest.mark.parametrize(("model", "layout", "options"), sampled_rows(CASES, 1, 3))
 def test_both_front_ends_have_the_same_collectives_loss_and_gradients(world, checkpoint, model, layout, options):
     for (loss, gradients, collectives), (loss2, gradients2, collectives2) in world(size(layout))(
         _both_front_ends, model, layout, checkpoint(model, **ONE), ONE, options
@@ -83,7 +85,7 @@ def _lengths(dynamo, lengths, batches):
     return results, sum(len(s.programs) for s in compiled_model(model).signatures.values()), weights
 
 
-@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("dynamo", sampled([False, True], 1))
 def test_ten_lengths_take_one_further_compile(world, dynamo):
     lengths, batches = [8, 13, 9, 21, 16, 11, 30, 12, 25, 17], [2] * 10
     outcome = world(2)(_lengths, dynamo, lengths, batches)
@@ -91,7 +93,7 @@ def test_ten_lengths_take_one_further_compile(world, dynamo):
     _assert_right(outcome, lengths, batches)
 
 
-@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("dynamo", sampled([False, True], 1))
 def test_sizes_of_one_are_right(world, dynamo):
     lengths, batches = [8, 2], [2, 1]
     _assert_right(world(2)(_lengths, dynamo, lengths, batches), lengths, batches)

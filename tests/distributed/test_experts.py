@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from matrix import sampled, sampled_rows
 from parity_case import Case, assert_parity, batch, compare_models
 from torch._dynamo.utils import counters
 from workers import Layout, full, gradient_errors, size
@@ -29,7 +30,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "layers"), CASES)
+@pytest.mark.parametrize(("model", "layout", "layers"), sampled_rows(CASES, 0, 3))
 def test_one_training_step(world, checkpoint, model, layout, layers):
     overrides = {"num_hidden_layers": layers}
     options = {"backend": "aot_eager"}
@@ -37,6 +38,7 @@ def test_one_training_step(world, checkpoint, model, layout, layers):
     assert_parity(world(size(layout)), case, checkpoint(model, **overrides))
 
 
+@pytest.mark.slow
 def test_eight_ranks_with_all_axes(world, checkpoint):
     """Also uneven: 10 rows of a router over ep_rest=2 x efsdp=2 have padding between the shards."""
     overrides = {"num_hidden_layers": 1, "num_experts": 12, "vocab_size": 130}
@@ -94,7 +96,7 @@ def _auxiliary(layout, checkpoint):
     return abs(output.aux_loss.item() - auxiliary.item()), max(errors.values())
 
 
-@pytest.mark.parametrize("layout", [REPLICATE2_EP2, FSDP2_TP2_EP4])
+@pytest.mark.parametrize("layout", sampled([REPLICATE2_EP2, FSDP2_TP2_EP4], 0))
 def test_the_auxiliary_loss_is_that_of_the_global_batch(ranks, checkpoint, layout):
     folder = checkpoint("qwen3_moe", **ONE, router_aux_loss_coef=0.5)
     for difference, worst in ranks(_auxiliary, layout, folder):
@@ -122,6 +124,7 @@ def _train_on_both_layouts(checkpoint):
     return _train(workers.FSDP4, checkpoint, 4), _train(FSDP4_EP4, checkpoint, 4, "fused")
 
 
+@pytest.mark.slow
 def test_ep4_follows_fsdp4_for_four_steps(ranks, checkpoint):
     """huggingface/transformers#45662: there the experts of all ranks became those of rank 0."""
     for (expected, expected_norms), (losses, norms) in ranks(_train_on_both_layouts, checkpoint("qwen3_moe", **ONE)):
@@ -146,6 +149,7 @@ def _dtypes(checkpoint):
     return [loss.item() for loss in losses], automatic, difference
 
 
+@pytest.mark.slow
 def test_bf16_autocast_and_evaluation(world, checkpoint):
     """Sums in bf16 come in another order: its unit in the last place is 0.4%."""
     for bf16, automatic, difference in world(2)(_dtypes, checkpoint("qwen3_moe", **ONE)):
@@ -182,6 +186,7 @@ def _under_zero3(checkpoint):
             del os.environ[flag]
 
 
+@pytest.mark.slow
 def test_the_environment_of_deepspeed_zero3_changes_nothing(ranks, checkpoint):
     """huggingface/transformers#45548: there loading hung and skipped the conversion of keys."""
     folder = checkpoint("qwen3_moe", **ONE)
@@ -203,6 +208,7 @@ def _recomputed(checkpoint):
     return results
 
 
+@pytest.mark.slow
 def test_recompute_gives_the_same_gradients(world, checkpoint):
     for (loss, gradients), (loss_again, gradients_again) in world(2)(_recomputed, checkpoint("qwen3_moe", **ONE)):
         assert loss_again == loss

@@ -4,6 +4,7 @@ import models
 import pytest
 import torch
 import workers
+from matrix import sampled
 from parity_case import Case, assert_parity, batch
 from workers import FSDP2_TP2, FSDP4, TP2
 
@@ -25,15 +26,20 @@ def _case(model, layout, **changes):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        _case("llama", FSDP4, step=True),
-        _case("llama", FSDP2_TP2, overrides=ONE | {"vocab_size": 131, "tie_word_embeddings": True}),
-        _case("gemma2", FSDP2_TP2, items="int"),  # caps its logits
-        _case("qwen2", TP2, overrides=ONE | {"vocab_size": 131}, options=LOSS_ONLY | {"dynamic": True}),
-        _case("phi3", FSDP4, ragged=True, options=LOSS_ONLY | {"backend": "aot_eager"}),
-        _case("llama", TP2, options=LOSS_ONLY | {"backend": "inductor"}),
-        _case("mixtral", TP2, padding=False, overrides=ONE | {"output_router_logits": True}),
-    ],
+    sampled(
+        [
+            _case("llama", FSDP4, step=True),
+            _case("llama", FSDP2_TP2, overrides=ONE | {"vocab_size": 131, "tie_word_embeddings": True}),
+            _case("gemma2", FSDP2_TP2, items="int"),  # caps its logits
+            _case("qwen2", TP2, overrides=ONE | {"vocab_size": 131}, options=LOSS_ONLY | {"dynamic": True}),
+            _case("phi3", FSDP4, ragged=True, options=LOSS_ONLY | {"backend": "aot_eager"}),
+            _case("llama", TP2, options=LOSS_ONLY | {"backend": "inductor"}),
+            _case("mixtral", TP2, padding=False, overrides=ONE | {"output_router_logits": True}),
+        ],
+        1,
+        2,
+        6,
+    ),
     ids=lambda case: f"{case.model}-{'x'.join(name + str(size) for name, size in case.layout)}",
 )
 def test_parity(world, checkpoint, case):

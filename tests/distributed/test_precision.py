@@ -1,6 +1,7 @@
 """torch.autocast and fsdp_mixed_precision, against single-process runs of the same precision."""
 
 import models
+import pytest
 import torch
 import workers
 from transformers.distributed import DistributedConfig
@@ -36,6 +37,7 @@ def _assert_close(gradients, model, limit):
         assert workers.error(gradients[name], parameter.grad, 1e-1 * top) < limit, name
 
 
+@pytest.mark.slow
 def test_autocast_equals_the_autocast_of_one_process(ranks, checkpoint):
     plain = models.build("llama", **ONE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
