@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.caches import CacheShards
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
-from ndcompile.graph_input import BUFFER, COORDINATE, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
+from ndcompile.graph_input import BUFFER, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
     LoadReport,
     Peers,
@@ -106,6 +107,7 @@ class CompiledModel:
         self.seed: int | None = None
         self.random_steps = self.checked_steps = self.loads = self.saves = self.generations = 0
         self.checks_every_input = False
+        self.accumulation = Accumulation()
         self.__signature__ = inspect.signature(type(model).forward.__get__(model))
 
     def bind(self, forward: Callable[..., Any] | None = None) -> None:
@@ -194,7 +196,7 @@ class CompiledModel:
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
-        key = (call.key(), model_state(self.model))
+        key = (call.key(), (*model_state(self.model), ("gradients", self.accumulation.mode)))
         if key not in self.signatures:
             self.signatures[key] = self._agree_on_signature(key, call)
         signature = self.signatures[key]
@@ -292,7 +294,9 @@ class CompiledModel:
         dtypes = {slot.entry.fqn: slot.local.dtype for slot in self.store.slots}
         checkpointed = checkpointed_layers(self.model)
         whole_graph = None if whole is None else lambda: whole().module.graph
-        return PassContext(self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
+        return PassContext(
+            self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph, self.accumulation.mode
+        )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:
         """Captures the same call in global shapes when it is asked for, once. See `ndcompile.sharded_dims`."""
@@ -301,7 +305,9 @@ class CompiledModel:
 
     def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """The graph's inputs in order."""
-        parameters = iter(self.store.local_tensors())
+        consumer = self.accumulation.consumer()
+        parameters = iter(self.store.local_tensors(None if consumer is None else consumer.consumed))
+        held = self.accumulation.inputs(program.inputs, self.store)
         given = iter(arguments)
         inputs = []
         for spec in program.inputs:
@@ -311,6 +317,8 @@ class CompiledModel:
                 inputs.append(self._buffer(spec.name))
             elif spec.kind == COORDINATE:
                 inputs.append(self.coordinates[spec.name])
+            elif spec.kind == HELD:
+                inputs.append(held[spec.name])
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
             else:

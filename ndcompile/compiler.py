@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ndcompile.call import bind
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.dynamo_backend import Prepared, traced_forward
-from ndcompile.errors import MeshError, NdcompileError
+from ndcompile.errors import MeshError, NdcompileError, UnsupportedError
 from ndcompile.generation import generate
 from ndcompile.loader import LoadReport
 from ndcompile.lower import BACKENDS
@@ -78,6 +79,7 @@ def compile(
         model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity, loss_only
     )
     compiled.bind()
+    model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
         model.generate = partial(generate, compiled)
     _fill(compiled, checkpoint, weights)
@@ -207,6 +209,33 @@ def check_every_input(model: nn.Module, on: bool = True) -> None:
     """Compare the inputs of tp ranks at every call, not only at the first of a signature. For debugging a data loader:
     it hashes the inputs and asks the store each time."""
     compiled_model(model).checks_every_input = on
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Gradient accumulation without communication: calls within it keep their gradients on this rank.
+
+        for number, batch in enumerate(micro_batches):
+            with nullcontext() if number == len(micro_batches) - 1 else ndcompile.no_sync(model):
+                loss = model(**batch).loss / len(micro_batches)
+            loss.backward()
+        optimizer.step()
+
+    The next call outside of it adds them to its own gradients before the ranks reduce, so that a step reduces once. It
+    is the forward that decides. What is held is a gradient of every whole (tp-local) weight, and `zero_grad` does not
+    clear it: see `drop_held_gradients`. `model.no_sync()` is the same, which is what accelerate's `accumulate` calls.
+
+    Raises UnsupportedError for a model that torch.compile runs; NdcompileError at `optimizer.step` while gradients are
+    held; UnsupportedError in a backward that would add them twice or only in part.
+    """
+    compiled = compiled_model(model)
+    if not isinstance(model.__dict__.get("forward"), CompiledModel):
+        raise UnsupportedError("no_sync needs ndcompile.compile: torch.compile's graph always reduces its gradients.")
+    return compiled.accumulation.no_sync()
+
+
+def drop_held_gradients(model: nn.Module) -> None:
+    """Forget the gradients that `no_sync` holds, when a step is abandoned between its micro-batches."""
+    compiled_model(model).accumulation.drop()
 
 
 def dropped_tokens(model: nn.Module) -> dict[str, int]:

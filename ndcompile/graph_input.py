@@ -7,11 +7,13 @@ from dataclasses import dataclass
 PARAMETER, BUFFER, COORDINATE, SEEDS, ARGUMENT = "parameter", "buffer", "coordinate", "seeds", "argument"
 CACHE, VARYING_CACHE = "cache", "varying cache"
 """Tensors of a key-value cache; the second differ between tp ranks."""
+HELD = "held gradient"
+"""A whole weight's gradient that waits for its reduction, see `ndcompile.accumulation`."""
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """`name` is an FQN for parameters and buffers, an axis for coordinates, a path for arguments and caches."""
+    """`name` is an FQN for parameters, buffers and held gradients, an axis for coordinates, else a path."""
 
     kind: str
     name: str

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ndcompile.accumulation import REDUCED
 from ndcompile.mesh import Axis, StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import FakeTensorMode
@@ -18,6 +19,7 @@ class PassContext:
     """The plan, the mesh, the dtypes in which parameters are stored now, and the fake mode of the capture.
 
     checkpointed: FQNs of layers whose activations are recomputed in backward, in order.
+    gradients: whether the graph reduces them, holds them, or adds those held before, see `ndcompile.accumulation`.
     whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
@@ -27,6 +29,7 @@ class PassContext:
     fake_mode: FakeTensorMode
     checkpointed: tuple[str, ...] = ()
     whole_graph: Callable[[], fx.Graph] | None = None
+    gradients: str = REDUCED
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""

@@ -13,6 +13,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
+from ndcompile.passes.hold_gradients import hold_gradients
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.reduce_statistics import reduce_statistics
@@ -37,9 +38,10 @@ PASSES: tuple[Pass, ...] = (
     seed_random_ops,
     checkpoint_layers,
     unshard_parameters,
+    hold_gradients,
 )
 
-REQUIRED = frozenset({"seed_random_ops", "unshard_parameters"})
+REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "hold_gradients"})
 """Passes without which the graph would not compute the model."""
 
 

@@ -118,19 +118,25 @@ class _Redistribute(torch.autograd.Function):
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather a parameter; its gradient is reduced in the parameter's own dtype, as a mean over the ranks."""
+    """All-gather a parameter; its gradient is reduced in the parameter's own dtype, as a mean over the ranks.
+
+    held: a gradient of the whole parameter that is reduced with it.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str) -> Tensor:
+    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str, held: Tensor | None) -> Tensor:
         ctx.step, ctx.dtype, ctx.mean = step, x.dtype, mean
+        ctx.save_for_backward(*([] if held is None else [held]))
         return all_gather(x.to(dtype), step)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad, step = grad.to(ctx.dtype), ctx.step
+        for held in ctx.saved_tensors:
+            grad = grad + held
         if ctx.mean == "avg":
-            return reduce_scatter(grad, step, "avg"), None, None, None
-        return reduce_scatter(grad, step) / step.size, None, None, None
+            return reduce_scatter(grad, step, "avg"), None, None, None, None
+        return reduce_scatter(grad, step) / step.size, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -148,15 +154,31 @@ class _AllToAll(torch.autograd.Function):
 
 class _AverageGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: str, size: int, mean: str) -> Tensor:
+    def forward(ctx, x: Tensor, group: str, size: int, mean: str, held: Tensor | None) -> Tensor:
         ctx.group, ctx.size, ctx.mean = group, size, mean
+        ctx.save_for_backward(*([] if held is None else [held]))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        for held in ctx.saved_tensors:
+            grad = grad + held
         op = "avg" if ctx.mean == "avg" else "sum"
         grad = collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), op, ctx.group))
-        return grad if op == "avg" else grad / ctx.size, None, None, None
+        return grad if op == "avg" else grad / ctx.size, None, None, None, None
+
+
+class _HoldGradient(torch.autograd.Function):
+    """The gradient goes to `held`, in its dtype, and none to `x`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, held: Tensor) -> Tensor:
+        ctx.dtype = held.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, grad.to(ctx.dtype)
 
 
 def _redistribute(
@@ -181,8 +203,18 @@ def _unshard(
     dtype: torch.dtype,
     mean: str,
     lengths: list[int] | None = None,
+    held: Tensor | None = None,
 ) -> Tensor:
-    return _Unshard.apply(x, Step(group, size, dim, full, None, tuple(lengths) if lengths else None), dtype, mean)
+    step = Step(group, size, dim, full, None, tuple(lengths) if lengths else None)
+    return _Unshard.apply(x, step, dtype, mean, held)
+
+
+def _average_gradient(x: Tensor, group: str, size: int, mean: str, held: Tensor | None = None) -> Tensor:
+    return _AverageGradient.apply(x, group, size, mean, held)
+
+
+def _hold_gradient(x: Tensor, held: Tensor) -> Tensor:
+    return _HoldGradient.apply(x.detach(), held)  # a gradient of zeros would be reduced as well
 
 
 def _divide_gradient(x: Tensor, divisor: int) -> Tensor:
@@ -229,21 +261,24 @@ _library.define(
     " -> Tensor"
 )
 _library.define(
-    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean, int[]? lengths=None)"
-    " -> Tensor"
+    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean, int[]? lengths=None,"
+    " Tensor? held=None) -> Tensor"
 )
 _library.define("all_to_all(Tensor x, SymInt[] receive, SymInt[] send, str group) -> Tensor")
 _library.define("divide_gradient(Tensor x, int divisor) -> Tensor")
-_library.define("average_gradient(Tensor x, str group, int size, str mean) -> Tensor")
+_library.define("average_gradient(Tensor x, str group, int size, str mean, Tensor? held=None) -> Tensor")
+_library.define("hold_gradient(Tensor x, Tensor held) -> Tensor")
 _library.impl("redistribute", _redistribute, "CompositeImplicitAutograd")
 _library.impl("unshard", _unshard, "CompositeImplicitAutograd")
-_library.impl("average_gradient", _AverageGradient.apply, "CompositeImplicitAutograd")
+_library.impl("average_gradient", _average_gradient, "CompositeImplicitAutograd")
+_library.impl("hold_gradient", _hold_gradient, "CompositeImplicitAutograd")
 _library.impl("all_to_all", _all_to_all, "CompositeImplicitAutograd")
 _library.impl("divide_gradient", _divide_gradient, "CompositeImplicitAutograd")
 
 redistribute = torch.ops.ndcompile.redistribute.default
 unshard = torch.ops.ndcompile.unshard.default
 average_gradient = torch.ops.ndcompile.average_gradient.default
+hold_gradient = torch.ops.ndcompile.hold_gradient.default
 all_to_all = torch.ops.ndcompile.all_to_all.default
 divide_gradient = torch.ops.ndcompile.divide_gradient.default
 

@@ -6,6 +6,7 @@ shapes are the same on every rank; where sizes divide, buffer and local tensor a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -153,10 +154,13 @@ class ParameterStore:
             "resized embeddings, assigned state dicts) first, then call ndcompile.compile."
         )
 
-    def local_tensors(self) -> list[Tensor]:
-        """The padded local buffers, attached to autograd: gradients arrive in the DTensor parameters."""
+    def local_tensors(self, arrived: Callable[[], None] | None = None) -> list[Tensor]:
+        """The padded local buffers, attached to autograd: gradients arrive in the DTensor parameters.
+
+        arrived: called in backward before they do.
+        """
         if torch.is_grad_enabled() and any(slot.parameter.requires_grad for slot in self.slots):
-            return list(_ToLocal.apply(self.slots, *(slot.parameter for slot in self.slots)))
+            return list(_ToLocal.apply(self.slots, arrived, *(slot.parameter for slot in self.slots)))
         return [slot.buffer.detach() for slot in self.slots]
 
 
@@ -164,8 +168,8 @@ class _ToLocal(torch.autograd.Function):
     """One autograd node from all DTensor parameters to their local buffers."""
 
     @staticmethod
-    def forward(ctx, slots: list[Slot], *parameters: nn.Parameter):
-        ctx.slots = slots
+    def forward(ctx, slots: list[Slot], arrived: Callable[[], None] | None, *parameters: nn.Parameter):
+        ctx.slots, ctx.arrived = slots, arrived
         local = tuple(slot.buffer.detach() for slot in slots)
         ctx.mark_non_differentiable(
             *(t for t, slot in zip(local, slots, strict=True) if not slot.parameter.requires_grad)
@@ -175,7 +179,9 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
-        return None, *(_to_dtensor(slot, grad) for slot, grad in zip(ctx.slots, grads, strict=True))
+        if ctx.arrived is not None:
+            ctx.arrived()
+        return None, None, *(_to_dtensor(slot, grad) for slot, grad in zip(ctx.slots, grads, strict=True))
 
 
 def _to_dtensor(slot: Slot, grad: Tensor | None) -> DTensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 
-from ndcompile.graph_input import COORDINATE, PARAMETER, VARYING_CACHE
+from ndcompile.graph_input import COORDINATE, HELD, PARAMETER, VARYING_CACHE
 from ndcompile.redistribute import pair, redistribute
 from ndcompile.sharding_plan import ShardingPlan
 
@@ -103,7 +103,7 @@ def replicated_over_tp(graph: fx.Graph, varying: set[fx.Node], tp: str) -> tuple
 def _varies(node: fx.Node, varying: set[fx.Node], plan: ShardingPlan, tp: str) -> bool:
     if node.op == "placeholder":
         source = node.meta["input"]
-        if source.kind == PARAMETER:
+        if source.kind in (PARAMETER, HELD):
             return not isinstance(plan.by_name[source.name].tp, Replicate)
         return source.kind in (COORDINATE, VARYING_CACHE)
     if node.target in SHAPE_ONLY or not _holds_tensor(node):

@@ -6,11 +6,20 @@ from typing import Any
 
 from torch import fx
 
+from ndcompile.accumulation import HOLD, REDUCED
 from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import VerifyError
+from ndcompile.graph_input import HELD, GraphInput
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
-from ndcompile.redistribute import all_to_all, average_gradient, divide_gradient, redistribute, unshard
+from ndcompile.redistribute import (
+    all_to_all,
+    average_gradient,
+    divide_gradient,
+    hold_gradient,
+    redistribute,
+    unshard,
+)
 from ndcompile.type_inference import moves_over, replicated_over_tp, varying_over_tp
 
 
@@ -98,11 +107,26 @@ def check_parameters(graph: fx.Graph, context: PassContext) -> None:
                 f"The gradient of parameter {entry.fqn!r} is averaged over {averaged}, but its data axes are "
                 f"{sorted(axes)}."
             )
+        if node.users and averaged:
+            check_held(node, entry.fqn, context.gradients)
         if node.users and divided != ([rest] if entry.expert and rest > 1 else []):
             raise VerifyError(
                 f"The gradient of parameter {entry.fqn!r} is divided by {divided}, but it is a sum over "
                 f"{rest if entry.expert else 1} data ranks."
             )
+
+
+def check_held(last: fx.Node, name: str, gradients: str) -> None:
+    """A gradient is held, or added to what the ranks reduce, where `ndcompile.no_sync` asks for it. last: the node
+    behind which the parameter is used."""
+    if gradients == HOLD:
+        found = [user.args[1] if user.target is hold_gradient else None for user in last.users]
+    else:
+        found = [last.kwargs["held"]] if "held" in last.kwargs else []
+    inputs: list[Any] = [node.meta["input"] if isinstance(node, fx.Node) else None for node in found]
+    expected = [] if gradients == REDUCED else [GraphInput(HELD, name)]
+    if inputs != expected:
+        raise VerifyError(f"The gradient of parameter {name!r} must be {gradients}, but its graph has {inputs}.")
 
 
 def _on_shards(node: fx.Node) -> bool:
