@@ -1,0 +1,50 @@
+"""The order of collectives in inductor's code: overlapped or not, it is that of the graph, so ranks cannot cross."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, re, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._inductor.utils import run_and_get_code
+import models, ndcompile
+
+CALL = re.compile(r"torch\\.ops\\._c10d_functional\\.(\\w+)\\.default\\((primals_\\d+)?")
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+
+def collectives(disabled):
+    torch._dynamo.reset()
+    model = ndcompile.compile(models.on_meta("llama", torch.float32, num_hidden_layers=2),
+                              init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
+                              disable_passes=("bucket_collectives", *disabled))
+    ndcompile.init_weights(model, 0)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+    _, codes = run_and_get_code(step)
+    used = [[line.strip() for line in code.splitlines()] for code in codes]
+    return [[line for line in code if CALL.search(line) or "wait_tensor" in line] for code in used]
+
+def starts(codes):
+    return [[CALL.search(line).groups() for line in code if "wait_tensor" not in line] for code in codes]
+
+overlapped, plain = collectives(()), collectives(("overlap_communication",))
+print(json.dumps({"overlapped": starts(overlapped), "plain": starts(plain),
+                  "moved": overlapped != plain}))
+"""
+
+
+@pytest.mark.slow
+def test_overlap_keeps_the_order_of_collectives() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, cwd="tests")
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["overlapped"] == found["plain"]
+    gathered = {weight for _, weight in found["plain"][0]}
+    assert len(gathered - {None}) > 15  # gathers are told apart by what they gather
+    assert found["moved"]  # the schedule did something
