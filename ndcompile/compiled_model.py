@@ -180,6 +180,8 @@ class CompiledModel:
 
     def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
         """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
+        for write in program.captured.parameter_writes:
+            write(self.store.local_tensor(write.fqn))
         inputs = self._inputs(program, [*arguments, *cached])
         with no_autocast():
             return list(self._run(program, inputs))

@@ -168,7 +168,7 @@ def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None
             legal = [size for size in range(1, common + 1) if common % size == 0]
             raise PlanError(
                 f"tp={tp} does not divide the {count} heads of {path!r}. Legal tp sizes for {type(model).__name__}: "
-                f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{_generic(path)!r}: "
+                f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{generic(path)!r}: "
                 "'colwise_gather_output'} and a 'rowwise_split_input' output projection."
             )
 
@@ -330,5 +330,6 @@ def _cut(shape: torch.Size, placement: Placement, size: int) -> torch.Size:
     return torch.Size(cut)
 
 
-def _generic(fqn: str) -> str:
+def generic(fqn: str) -> str:
+    """The pattern of a plan that an FQN has in every layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)

@@ -154,6 +154,10 @@ class ParameterStore:
             "resized embeddings, assigned state dicts) first, then call ndcompile.compile."
         )
 
+    def local_tensor(self, fqn: str) -> Tensor:
+        """This rank's shard of a parameter, without padding."""
+        return next(slot.local for slot in self.slots if slot.entry.fqn == fqn)
+
     def local_tensors(self, arrived: Callable[[], None] | None = None) -> list[Tensor]:
         """The padded local buffers, attached to autograd: gradients arrive in the DTensor parameters.
 

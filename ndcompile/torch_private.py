@@ -54,6 +54,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 scans: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
@@ -139,6 +140,17 @@ def _scan(
 
     scanned = scans.generic_associative_scan(combine, leaves, dim % leaves[0].ndim)
     return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
+
+
+class data_as_detached(TorchFunctionMode):
+    """While active, `tensor.data` is `tensor.detach()`, which a trace sees; to set it is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise NotImplementedError("a tensor gets another one's memory by an assignment to .data")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -231,8 +243,10 @@ __all__ = [
     "compiled_frame",
     "compiling",
     "config_comms",
+    "data_as_detached",
     "default_group",
     "default_store",
+    "disable_proxy_modes_tracing",
     "dynamo_fake_mode",
     "example_of",
     "functions_as_nodes",

@@ -12,11 +12,13 @@ from torch import Tensor, fx, nn
 
 from ndcompile.errors import CaptureError
 from ndcompile.graph_input import GraphInput
+from ndcompile.parameter_writes import take_out_writes
 from ndcompile.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TracingContext,
     compiling,
+    data_as_detached,
     functions_as_nodes,
     make_fx,
     scans_as_operators,
@@ -58,6 +60,7 @@ def trace(
             compiling(),
             scans_as_operators(),
             functions_as_nodes(),
+            data_as_detached(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a trace that fails may leave it as it is
         ):
             module = make_fx(
@@ -70,6 +73,7 @@ def trace(
         node.meta["input"], node.meta["val"] = spec, fake
     module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
     _follow_arguments(module.graph)
+    module.meta["parameter_writes"] = take_out_writes(module.graph)
     module.graph.eliminate_dead_code()
     _check_constants(module, model)
     mark_differentiable(module.graph)

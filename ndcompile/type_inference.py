@@ -59,12 +59,12 @@ def written_memory(graph: fx.Graph) -> dict[fx.Node, int]:
 
     A write through one view is seen by the others, so nodes of one memory share a type.
     """
-    written = {_storage(target) for node in graph.nodes for target in _written(node)} - {None}
+    written = {_storage(target) for node in graph.nodes for target in written_arguments(node)} - {None}
     keys = ((node, _storage(node)) for node in graph.nodes)
     return {node: key for node, key in keys if key is not None and key in written}
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []

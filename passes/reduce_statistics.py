@@ -31,6 +31,7 @@ from ndcompile.mesh import Axis
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import redistribute
 from ndcompile.sharded_dims import SPLITS, Dims, argument, pair_nodes, reads_of_shards, sharded_dims
+from ndcompile.sharding_plan import generic
 from ndcompile.torch_private import StridedShard
 
 _logger = logging.getLogger("ndcompile.passes")
@@ -63,7 +64,7 @@ def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
             continue
         rewrite = STATISTICS.get(node.target)
         if rewrite is None or not _equal_shards(source, pairs[source], read, axis.size):
-            raise VerifyError(_explain(node, read, source, axis.size))
+            raise VerifyError(_explain(node, read, source, axis.size, _override(node, context, dims)))
         with graph.inserting_before(node):
             result = rewrite(_Builder(graph, node, context, axis), read, pairs[source])
         node.replace_all_uses_with(result)
@@ -157,17 +158,43 @@ def _packed(graph: fx.Graph, context: PassContext, dims: Dims) -> set[fx.Node]:
     return packed
 
 
-def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int) -> str:
+def _override(node: fx.Node, context: PassContext, dims: Dims) -> str:
+    """The rule of tp_plan for the fused projection that a node splits: the nearest sharded parameter before it.
+
+    A packed shard is of two parts, so more of them have to be gathered, which an expert's stacked weights cannot.
+    """
+    reached: list[fx.Node] = [node]
+    for each in reached:  # grows: breadth first
+        if each.op == "placeholder" and each.meta["input"].kind == "parameter":
+            fqn = each.meta["input"].name
+            module = fqn.removesuffix(".weight").removesuffix(".bias")
+            if not _halves(node) and module == fqn:
+                break
+            style = "packed_colwise" if _halves(node) else "colwise_gather_output"
+            return f"tp_plan={{{generic(module)!r}: {style!r}}}"
+        reached += [source for source in each.all_input_nodes if source in dims and source not in reached]
+    return "'packed_colwise' (two parts) or 'colwise_gather_output', in tp_plan"
+
+
+def _halves(node: fx.Node) -> bool:
+    parts = node.meta["val"]
+    whole: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    if isinstance(parts, list | tuple):
+        return len(parts) == 2 and parts[0].shape == parts[1].shape
+    return parts.numel() * 2 == whole.numel()  # a slice
+
+
+def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int, override: str) -> str:
     part = (
-        "the parts of a shard are no shards of the parts. Give the fused projection before it the style "
-        "'packed_colwise' (two parts) or 'colwise_gather_output'"
+        "the parts of a shard are no shards of the parts. Give the fused projection before it another style, "
+        + override
         if node.target in SPLITS
         else "each rank would see its own shard only. Gather before it ('colwise_gather_output'), and let the "
-        "projection behind it take its part of a whole input ('rowwise_split_input')"
+        "projection behind it take its part of a whole input ('rowwise_split_input') in tp_plan"
     )
     return (
         f"{node.target} in module {_module(node)!r}{_line(node)} reads along dim {sorted(read)[0]} of a value of shape "
-        f"{tuple(source.meta['val'].shape)} on a rank, which tp_plan has sharded over tp={ranks}: {part} in tp_plan."
+        f"{tuple(source.meta['val'].shape)} on a rank, which tp_plan has sharded over tp={ranks}: {part}."
     )
 
 

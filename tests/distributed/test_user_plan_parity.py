@@ -51,4 +51,4 @@ def test_half_of_a_shard_is_not_taken_for_half_of_the_whole(ranks):
     for kind, message in ranks.errors(_chunked_without_packing):
         assert kind == "VerifyError"
         assert "aten.chunk.default in module 'layers.0'" in message
-        assert "'packed_colwise'" in message
+        assert "tp_plan={'layers.*.gate_up': 'packed_colwise'}" in message

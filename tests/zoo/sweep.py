@@ -1,6 +1,7 @@
 """Run the zoo: `make zoo` writes one JSON line a (model type, layout) and makes ZOO.md of them.
 
     python tests/zoo/sweep.py --types llama,qwen3_moe --layouts fsdp4,tp2
+    python tests/zoo/sweep.py --layouts fsdp2_tp2 --seeds 0,1,2 --padding
 
 Cases with a result of the same backend are left out, unless --anew. Needs tests, tests/distributed and tests/zoo in
 PYTHONPATH.
@@ -42,7 +43,7 @@ def cases(types: list[str], layouts: list[str]) -> list[ZooCase]:
 
 
 class Results:
-    """The lines of a file, one a (type, layout), written after every case."""
+    """The lines of a file, one a (type, row of the table), written after every case."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +52,7 @@ class Results:
 
     def has(self, case: ZooCase) -> bool:
         """Whether there is a result of this case's backend."""
-        return self.lines.get((case.model_type, case.layout), {}).get("backend") == case.backend
+        return self.lines.get((case.model_type, case.row), {}).get("backend") == case.backend
 
     def add(self, line: dict) -> None:
         self.lines[line["model_type"], line["layout"]] = line
@@ -74,7 +75,7 @@ def sweep(todo: list[ZooCase], results: Results) -> None:
                 results.add(result.line() | {"backend": case.backend} | versions)
                 took = time.perf_counter() - start
                 first = result.message.splitlines()[0] if result.message else f"{result.worst} {result.error:.1e}"
-                title = f"{number}/{len(todo)} {case.model_type} {case.layout}"
+                title = f"{number}/{len(todo)} {case.model_type} {case.row}"
                 print(f"{title}: {result.result} ({took:.0f} s) {first}", flush=True)
                 if number % CASES_OF_A_POOL == 0:
                     pool.stop()
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--types", default="", help="model types, with commas; all by default")
     parser.add_argument("--layouts", default="", help=f"out of {', '.join(zoo.LAYOUTS)}")
     parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--seeds", default="0", help="of the batches, with commas: one step a seed, in one comparison")
+    parser.add_argument("--padding", action="store_true", help="rows end in padding, of other lengths on the ranks")
     parser.add_argument("--anew", action="store_true", help="run cases again that have a result")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -98,7 +101,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = Results(options.results)
-    todo = [replace(case, backend=options.backend) for case in cases(types, layouts)]
+    seeds = tuple(int(seed) for seed in options.seeds.split(","))
+    what = {"backend": options.backend, "seeds": seeds, "padding": options.padding}
+    todo = [replace(case, **what) for case in cases(types, layouts)]
     sweep([case for case in todo if options.anew or not results.has(case)], results)
     write_table(list(results.lines.values()))
 

@@ -30,6 +30,9 @@ LAYOUTS: dict[str, Layout] = {
 }
 """An axis "ep" of a mesh holds the ranks of an expert group with batches of their own: ep x tp expert shards."""
 
+ROWS = {**LAYOUTS, "fsdp2_tp2, 3 seeds, padding": FSDP2_TP2}
+"""What the table has rows for: the layouts with one seed, and one with more and rows that end in padding."""
+
 SEQUENCE = 16
 """Longer than the windows and chunks of the configurations, which are 8."""
 TOKENS = range(5, 96)

@@ -44,6 +44,12 @@ class ZooCase:
     plan: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def row(self) -> str:
+        """The row of the table that this case counts in."""
+        seeds = [f"{len(self.seeds)} seeds"] if len(self.seeds) > 1 else []
+        return ", ".join([self.layout, *seeds, *(["padding"] if self.padding else [])])
+
 
 @dataclass
 class Measured:
@@ -56,7 +62,7 @@ class Measured:
 
 @dataclass
 class Result:
-    """One line of the results. repaired: the result with the override of `zoo.repairs`."""
+    """One line of the results. layout: the row of the case. repaired: the result with the override of `zoo.repairs`."""
 
     model_type: str
     layout: str
@@ -115,7 +121,7 @@ def run_with_repair(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> 
 
 def run_case(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> Result:
     """The verdict. `folder` keeps the checkpoints."""
-    result = Result(case.model_type, case.layout, ERROR)
+    result = Result(case.model_type, case.row, ERROR)
     try:
         checkpoint = _checkpoint(case.model_type, folder)
         errors, first = _worst(pool, case, checkpoint, timeout)

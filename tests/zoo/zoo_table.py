@@ -27,6 +27,9 @@ safetensors by ranks of their own, one training step in float32, other batches a
 every data rank. The loss and every gradient are compared with the single-process model: max|g - ref| / max(max|ref|,
 1e-3 x the largest gradient of the model) is at most 1e-4, or 1e-10 in float64 on both sides.
 
+The row with 3 seeds accumulates the gradients of three steps, whose rows end in padding, of another length on every
+data rank.
+
 `transformers` is what its own distributed run makes of the same configuration (`from_pretrained` with a
 `DistributedConfig`, eager): right, silently wrong, or an exception. It was not run with dp_replicate.
 """
@@ -48,11 +51,11 @@ def write_table(results: list[dict[str, Any]]) -> None:
 
 
 def _counts(lines: Lines, native: dict[str, dict[str, Any]]) -> str:
-    """One row a layout; plans that shard next to nothing have a row of their own under tp."""
+    """One row a layout or variant of it; plans that shard next to nothing have a row of their own under tp."""
     rows = []
-    for layout in zoo.LAYOUTS:
+    for layout in zoo.ROWS:
         types = [t for t in zoo.types() if (t, layout) in lines]
-        few = [t for t in types if "tp" in dict(zoo.LAYOUTS[layout]) and _shards_nothing(lines[t, layout])]
+        few = [t for t in types if "tp" in dict(zoo.ROWS[layout]) and _shards_nothing(lines[t, layout])]
         for title, chosen in (
             (layout, [t for t in types if t not in few]),
             (f"{layout}, next to nothing sharded", few),
@@ -100,17 +103,17 @@ def _types(lines: Lines, native: dict[str, dict[str, Any]]) -> str:
     rows = []
     for model_type in zoo.types():
         cells = []
-        for layout in zoo.LAYOUTS:
+        for layout in zoo.ROWS:
             line = lines.get((model_type, layout))
             theirs = _native(native, model_type, layout)
             cell = "" if line is None else line["result"] + (" (eager)" if line["backend"] == "eager" else "")
             cells.append(cell + (f"; transformers: {theirs}" if cell and theirs not in ("pass", "not run") else ""))
-        seconds = [line for layout in zoo.LAYOUTS if (line := lines.get((model_type, layout)))]
+        seconds = [line for layout in zoo.ROWS if (line := lines.get((model_type, layout)))]
         capture = max((line.get("capture_seconds", 0.0) for line in seconds), default=0.0)
         lowering = max((line.get("lowering_seconds", 0.0) for line in seconds), default=0.0)
         rows.append([model_type, *cells, f"{capture:.1f}", f"{lowering:.1f}"])
     note = "Seconds are the longest of the layouts, four ranks sharing two cores.\n\n"
-    return note + _table(["type", *zoo.LAYOUTS, "capture s", "lowering s"], rows)
+    return note + _table(["type", *zoo.ROWS, "capture s", "lowering s"], rows)
 
 
 def _shards_nothing(line: dict[str, Any]) -> bool:
