@@ -157,7 +157,9 @@ class data_as_detached(TorchFunctionMode):
 def functions_as_nodes() -> Iterator[None]:
     """While active, a model's own autograd Function is one node of the trace, so that its backward is kept.
 
-    Traced into, it would leave the operators of its forward alone, and their derivative is another gradient.
+    Traced into, it would leave the operators of its forward alone, and their derivative is another gradient. Raises
+    NotImplementedError for one that is given modules: its backward fills gradients of parameters that it has no input
+    for (reversible layers).
     """
     kind: Any = torch.autograd.Function
     original = kind.__dict__["apply"]
@@ -166,6 +168,11 @@ def functions_as_nodes() -> Iterator[None]:
         mode: Any = get_proxy_mode()
         if mode is None or cls.__module__.partition(".")[0] in ("ndcompile", "torch"):
             return original.__func__(cls, *args)
+        if modules := [type(leaf).__name__ for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.nn.Module)]:
+            raise NotImplementedError(
+                f"the autograd Function {cls.__name__} is given a {modules[0]}: gradients of parameters that its "
+                "backward fills in by itself would pass the graph by"
+            )
         given = pytree.tree_map(mode.tracer.unwrap_proxy, args)
         proxy = mode.tracer.create_proxy("call_function", _leaf(cls), given, {}, name=cls.__name__)
         with disable_proxy_modes_tracing():

@@ -183,6 +183,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
             "implementation of this layer without it (model.set_experts_implementation, attn_implementation=), or "
             "rewrite the line with torch.where."
         )
+    elif isinstance(error, NotImplementedError):
+        remedy = "A graph cannot hold what this line does: the layer has to be written without it."
     else:
         remedy = (
             "If this line fixes a global size (heads, vocabulary) that tp cuts, keep the projections of this layer "

@@ -87,3 +87,35 @@ def test_a_value_that_the_trace_did_not_see_is_refused():
     model = ndcompile.compile(WithConstant(), backend="eager")
     with pytest.raises(CaptureError, match=r"WithConstant, layer '', computes a value outside of the trace: .*weight"):
         model(torch.randn(2, 4))
+
+
+class Reversible(torch.autograd.Function):
+    """Runs a layer without a graph and differentiates it in backward, which fills the gradients of its parameters."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class WithModuleInFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(x.requires_grad_(), self.layer).sum()
+
+
+def test_a_function_that_fills_gradients_of_a_module_is_refused():
+    model = ndcompile.compile(WithModuleInFunction(), backend="eager")
+    with pytest.raises(CaptureError, match=r"Reversible is given a Linear: gradients .* would pass the graph by"):
+        model(torch.randn(2, 4))

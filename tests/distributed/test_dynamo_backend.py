@@ -247,7 +247,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize("mistake", sampled(MISTAKES, *range(1, 9)), ids=lambda f: f.__name__[1:])
 def test_mistakes_are_explained(world, mistake):
     for _, message in world(2).errors(mistake):
         assert MISTAKES[mistake] in message

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, Layout
 
 CONFIGS = Path(__file__).parent / "configs.json"
+EVAL_MODE = Path(__file__).parent / "eval_mode.json"
 REPAIRS = Path(__file__).parent / "repairs.json"
 
 LAYOUTS: dict[str, Layout] = {
@@ -38,8 +39,6 @@ SEQUENCE = 16
 TOKENS = range(5, 96)
 """Ids without a meaning of their own: special tokens are below 5, image and audio tokens from 96."""
 IGNORED = -100
-RANDOM_IN_TRAINING = {"phimoe"}
-"""Their router samples experts: two runs of one model differ, so they are compared in eval mode."""
 
 
 @functools.cache
@@ -58,18 +57,22 @@ def repairs() -> dict[str, dict[str, Any]]:
     return json.loads(REPAIRS.read_text())
 
 
+@functools.cache
+def eval_mode() -> dict[str, str]:
+    """Model types that are compared in eval mode, and why: two runs of one of them in train mode differ."""
+    return json.loads(EVAL_MODE.read_text())
+
+
 def build(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """The single-process model, the same at every call, in train mode if it can be; perturbed."""
     torch.manual_seed(0)
-    return (
-        perturb(_from_config(model_type, torch.float32, changes)).to(dtype).train(model_type not in RANDOM_IN_TRAINING)
-    )
+    return perturb(_from_config(model_type, torch.float32, changes)).to(dtype).train(model_type not in eval_mode())
 
 
 def on_meta(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """The model without memory, in train mode."""
     with torch.device("meta"):
-        return _from_config(model_type, dtype, changes).train(model_type not in RANDOM_IN_TRAINING)
+        return _from_config(model_type, dtype, changes).train(model_type not in eval_mode())
 
 
 def _from_config(model_type: str, dtype: torch.dtype, changes: dict[str, Any]) -> PreTrainedModel:
