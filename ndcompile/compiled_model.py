@@ -91,13 +91,14 @@ class CompiledModel:
         dynamic: bool | None,
         disabled: frozenset[str],
         loss_only: bool,
+        verify: str = "error",
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
         self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
-        self.loss_only = loss_only
+        self.loss_only, self.verify = loss_only, verify
         for shadow in {self.shadow, self.whole} if loss_only else ():
             drop_logits(shadow.module)
         self.agreement = Agreement(mesh)
@@ -297,7 +298,14 @@ class CompiledModel:
         checkpointed = checkpointed_layers(self.model)
         whole_graph = None if whole is None else lambda: whole().module.graph
         return PassContext(
-            self.plan, self.mesh, dtypes, captured.fake_mode, checkpointed, whole_graph, self.accumulation.mode
+            self.plan,
+            self.mesh,
+            dtypes,
+            captured.fake_mode,
+            checkpointed,
+            whole_graph,
+            self.accumulation.mode,
+            self.verify,
         )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:

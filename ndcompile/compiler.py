@@ -28,6 +28,7 @@ from ndcompile.lower import BACKENDS
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
+from ndcompile.proof.check import check_mode
 from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
 from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import build_plan
@@ -47,6 +48,7 @@ def compile(
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
     loss_only: bool = False,
+    verify: str = "error",
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -69,6 +71,8 @@ def compile(
     loss_only: a call with labels returns the loss and no logits, which are then never whole: they are computed, and
         their gradient, for a part of the tokens at a time and on shards of the vocabulary. `.logits` of such an output
         raises UnsupportedError when it is used; a call without labels returns logits as ever.
+    verify: "error" raises VerifyError at the first call for a graph that is not proven to compute what the model does
+        without tp, see docs/proof.md; "warn" logs what is not proven; "off" leaves the proof out.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -76,7 +80,16 @@ def compile(
     Raises MeshError, PlanError, UnsupportedError or CheckpointError before any collective, on every rank.
     """
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, backend, dynamic, disable_passes, expert_capacity, loss_only
+        model,
+        mesh,
+        distributed_config,
+        checkpoint,
+        backend,
+        dynamic,
+        disable_passes,
+        expert_capacity,
+        loss_only,
+        verify,
     )
     compiled.bind()
     model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
@@ -95,6 +108,7 @@ def prepare(
     lowering: str = "inductor",
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
+    verify: str = "error",
 ) -> PreTrainedModel:
     """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
 
@@ -111,9 +125,10 @@ def prepare(
         "lowering": lowering,
         "disable_passes": disable_passes,
         "expert_capacity": expert_capacity,
+        "verify": verify,
     }
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, lowering, None, disable_passes, expert_capacity
+        model, mesh, distributed_config, checkpoint, lowering, None, disable_passes, expert_capacity, verify=verify
     )
     compiled.bind(traced_forward(Prepared(compiled, options)))
     _fill(compiled, checkpoint, weights)
@@ -287,11 +302,13 @@ def _shard(
     disable_passes: Collection[str],
     expert_capacity: float | None,
     loss_only: bool = False,
+    verify: str = "error",
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
     check_disabled(disable_passes)
+    check_mode(verify)
     check_model(model)
     check_optimizers(model)
     config = _config(model, distributed_config)
@@ -310,6 +327,7 @@ def _shard(
         dynamic=dynamic,
         disabled=frozenset(disable_passes),
         loss_only=loss_only,
+        verify=verify,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

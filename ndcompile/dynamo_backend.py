@@ -22,8 +22,10 @@ from ndcompile.capture import capture
 from ndcompile.compiled_model import CompiledModel, Signature
 from ndcompile.dynamo_capture import StandIns, capture_from_dynamo, read_inputs, stood_for
 from ndcompile.errors import NdcompileError, UnsupportedError
+from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
+from ndcompile.proof.check import check_proof, twins_of
 from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
@@ -87,7 +89,8 @@ class Prepared:
         self.stand_ins.follow(self.compiled.model)
 
     def refuse_statistics(self) -> None:
-        """Raises UnsupportedError for a model that `reduce_statistics` would rewrite, VerifyError if it refuses it.
+        """Raises UnsupportedError for a model that `reduce_statistics` would rewrite, VerifyError if it refuses it,
+        or if the graph is not proven.
 
         The pass compares a graph with one in global shapes, and Dynamo's is in a rank's shapes alone: so a plain call
         of the model is captured instead, once.
@@ -100,12 +103,15 @@ class Prepared:
         captured = capture(compiled.shadow, compiled.model, call, dynamic=False)
         before = len(captured.module.graph.nodes)
         context = compiled.pass_context(captured, compiled.whole_capture(call, False))
+        twins = twins_of(captured.module.graph, context)
         reduce_statistics(captured.module.graph, context)
         if len(captured.module.graph.nodes) != before:
             raise UnsupportedError(
                 f"{type(compiled.model).__name__} takes statistics over values that tp shards, which torch.compile "
                 "cannot make whole. Use ndcompile.compile."
             )
+        complete_boundaries(captured.module.graph, context)
+        check_proof(captured.module.graph, context, twins)
         self.statistics_checked = True
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Sequence[Any]]:

@@ -20,6 +20,7 @@ class PassContext:
 
     checkpointed: FQNs of layers whose activations are recomputed in backward, in order.
     gradients: whether the graph reduces them, holds them, or adds those held before, see `ndcompile.accumulation`.
+    verify: what happens to a graph that is not proven, see `ndcompile.proof.check`.
     whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
@@ -30,6 +31,7 @@ class PassContext:
     checkpointed: tuple[str, ...] = ()
     whole_graph: Callable[[], fx.Graph] | None = None
     gradients: str = REDUCED
+    verify: str = "error"
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""

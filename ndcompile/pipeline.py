@@ -20,6 +20,7 @@ from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
+from ndcompile.proof.check import check_proof, twins_of
 from ndcompile.schedule import SCHEDULING
 from ndcompile.torch_private import trace_structured
 from ndcompile.verifier import verify
@@ -40,6 +41,9 @@ PASSES: tuple[Pass, ...] = (
     unshard_parameters,
     hold_gradients,
 )
+
+PROVEN_BEFORE: Pass = merge_boundaries
+"""The pass before which the graph is proven: statistics are reduced, and missing gradient sums are there."""
 
 REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "hold_gradients"})
 """Passes without which the graph would not compute the model."""
@@ -75,7 +79,10 @@ def run_passes(
     _publish("captured", graph, groups)
     if observe:
         observe("captured", captured.module)
+    twins = twins_of(graph, context)
     for run in PASSES:
+        if run is PROVEN_BEFORE:  # later passes change shapes, but no types
+            check_proof(graph, context, twins)
         if run.__name__ in disabled:
             continue
         run(graph, context)

@@ -46,9 +46,9 @@ def check_groups(graph: fx.Graph, context: PassContext) -> None:
     for node in graph.nodes:
         over_axis = node.target in (redistribute, unshard, average_gradient) or _on_shards(node)
         if over_axis and sizes.get(node.args[1]) != node.args[2]:
-            raise VerifyError(f"{_where(node)} runs over {node.args[1]!r} of size {node.args[2]}; axes are {sizes}.")
+            raise VerifyError(f"{where(node)} runs over {node.args[1]!r} of size {node.args[2]}; axes are {sizes}.")
         if node.target is all_to_all and [sizes.get(node.args[3])] * 2 != [len(part) for part in node.args[1:3]]:
-            raise VerifyError(f"{_where(node)} has {len(node.args[1])} parts over {node.args[3]!r}; axes are {sizes}.")
+            raise VerifyError(f"{where(node)} has {len(node.args[1])} parts over {node.args[3]!r}; axes are {sizes}.")
 
 
 def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
@@ -58,7 +58,7 @@ def check_outputs(graph: fx.Graph, varying: set[fx.Node]) -> None:
     for output in outputs[: node.meta.get("returned")]:
         if output in varying:
             raise VerifyError(
-                f"An output of the model, {_where(output)}, is a shard or a partial sum over tp. Add a tp_plan rule "
+                f"An output of the model, {where(output)}, is a shard or a partial sum over tp. Add a tp_plan rule "
                 "that gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for it "
                 "(output_attentions is per head)."
             )
@@ -70,17 +70,17 @@ def check_gradients(graph: fx.Graph, varying: set[fx.Node], tp: str) -> None:
     for node in graph.nodes:
         for source in unreduced_inputs(node, varying, replicated, tp):
             raise VerifyError(
-                f"{_where(source)} is the same on all tp ranks but is used on shards by {_where(node)}: its gradient "
+                f"{where(source)} is the same on all tp ranks but is used on shards by {where(node)}: its gradient "
                 "would be partial. Keep the pass 'complete_boundaries' enabled."
             )
         if moves_over(node, tp) and node.args[3] == "I" and node.args[0] in varying:
             raise VerifyError(
-                f"{_where(node)} takes a value that is the same on all tp ranks, but was given a shard or partial sum, "
-                f"{_where(node.args[0])}. Close the region before it with 'rowwise' or 'all_reduce' in tp_plan."
+                f"{where(node)} takes a value that is the same on all tp ranks, but was given a shard or partial sum, "
+                f"{where(node.args[0])}. Close the region before it with 'rowwise' or 'all_reduce' in tp_plan."
             )
     if mixed:
         raise VerifyError(
-            f"{_where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. "
+            f"{where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. "
             "Keep the pass 'complete_boundaries' enabled."
         )
 
@@ -134,7 +134,7 @@ def _on_shards(node: fx.Node) -> bool:
     return node.target is vocabulary_loss and node.args[1] != ""
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
     """Node, module and source line."""
     module = node.meta.get("custom", {}).get("module")
     line = (node.meta.get("stack_trace") or "").strip().splitlines()

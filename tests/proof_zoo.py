@@ -1,0 +1,48 @@
+"""Graphs of the zoo for the proof: one process, no ranks, no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+
+import torch
+import zoo
+from transformers.distributed import DistributedConfig
+
+from ndcompile.call import bind
+from ndcompile.capture import Captured, capture
+from ndcompile.inspection.trace import mesh_of_sizes
+from ndcompile.pass_context import PassContext
+from ndcompile.shadow import Shadow, copy_without_weights
+from ndcompile.sharded_dims import unsharded
+from ndcompile.sharding_plan import build_plan
+
+
+def held_out(model_type: str) -> bool:
+    """Whether the rules were made without a look at this type: one half of all, by a hash of the name."""
+    return hashlib.sha256(model_type.encode()).digest()[0] % 2 == 1
+
+
+def with_tp_plan() -> list[str]:
+    return [name for name in zoo.types() if zoo.on_meta(name).tp_plan]
+
+
+def captured(model_type: str, tp: int, plan: dict[str, str] | None = None, **changes) -> tuple[Captured, PassContext]:
+    """A training step's forward on a mesh of `tp` ranks, before all passes, and what the passes know.
+
+    plan: overrides of the tp_plan. Raises PlanError and CaptureError as `ndcompile.compile` does.
+    """
+    model = zoo.on_meta(model_type, **changes)
+    config = DistributedConfig(tp_plan=plan) if plan else DistributedConfig()
+    sizes = {"dp_replicate": 1, "fsdp": 1, "tp": tp, "ep": 1}
+    layout = build_plan(copy_without_weights(model), sizes, config)
+    mesh = mesh_of_sizes(layout.sizes)
+    ids = torch.empty(2, zoo.SEQUENCE, dtype=torch.int64)
+    call = bind(inspect.signature(type(model).forward.__get__(model)), (), {"input_ids": ids, "labels": ids.clone()})
+    own = capture(Shadow(model, layout, mesh), model, call, dynamic=False)
+    dtypes = {entry.fqn: entry.dtype for entry in layout.parameters}
+    whole = Shadow(model, *unsharded(layout, mesh))
+    context = PassContext(
+        layout, mesh, dtypes, own.fake_mode, (), lambda: capture(whole, model, call, dynamic=False).module.graph
+    )
+    return own, context

@@ -1,0 +1,24 @@
+"""Every row of the table of rules, by its own example."""
+
+import proof_cases
+import pytest
+
+from ndcompile.proof.rules import ROWS
+
+by_name = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.operators.split()[0])
+
+
+@by_name
+def test_the_example_of_a_row_gives_what_it_says(row):
+    proof, found = proof_cases.proven(row.code, row.given)
+    assert (found, proof_cases.reasons(proof)) == (row.gives, [])
+
+
+@by_name
+def test_what_a_row_refuses_is_refused(row):
+    if row.refused:
+        try:
+            proof, _ = proof_cases.proven(row.refused, row.given)
+        except (RuntimeError, IndexError):
+            return  # the shapes do not fit without tp
+        assert proof_cases.reasons(proof)
