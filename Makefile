@@ -7,6 +7,7 @@
 #   make zoo      the zoo of architectures on every layout, and on fsdp2 x tp2 with three seeds and padding too; hours
 #                 long, writes ZOO.md; results that are there already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2
 #                 narrow it, SEEDS="--seeds 0,1,2 --padding" runs a layout so, ANEW=1 runs them again)
+#   make proof    the proof along tp on every architecture with a tp_plan, and on damaged graphs, which writes PROOF.md
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # without one, pip on Linux takes the default wheels, which work too but bring gigabytes of CUDA libraries.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test parity zoo lint toolchain clean
+.PHONY: demo test parity zoo proof lint toolchain clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -41,6 +42,9 @@ SWEEP := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/p
 zoo: toolchain $(VENV)/.installed
 	$(SWEEP) --types "$(ZOO)" --layouts "$(LAYOUT)" $(SEEDS) $(if $(ANEW),--anew)
 	$(if $(LAYOUT)$(SEEDS),,$(SWEEP) --types "$(ZOO)" --layouts fsdp2_tp2 --seeds 0,1,2 --padding $(if $(ANEW),--anew))
+
+proof: toolchain $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/proof_table.py
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.proof.check import check_proof, twins_of
+from ndcompile.proof.prove import Proof
 from ndcompile.schedule import SCHEDULING
 from ndcompile.torch_private import trace_structured
 from ndcompile.verifier import verify
@@ -68,8 +69,10 @@ def run_passes(
     context: PassContext,
     disabled: Collection[str] = (),
     observe: Callable[[str, fx.GraphModule], None] | None = None,
-) -> None:
+) -> Proof | None:
     """Run all passes on the captured graph; `observe(name, module)` sees it at the start and after each pass.
+
+    Returns what is proven of it along tp, or None where that was not asked for or is not possible.
 
     The graph goes to torch's own channels as well, at the start and after each pass: as text to the log at debug level
     (`TORCH_LOGS="+ndcompile"`), and as an artifact `ndcompile_<pass>` to the structured trace (`TORCH_TRACE=folder`).
@@ -79,10 +82,10 @@ def run_passes(
     _publish("captured", graph, groups)
     if observe:
         observe("captured", captured.module)
-    twins = twins_of(graph, context)
+    twins, proof = twins_of(graph, context), None
     for run in PASSES:
         if run is PROVEN_BEFORE:  # later passes change shapes, but no types
-            check_proof(graph, context, twins)
+            proof = check_proof(graph, context, twins)
         if run.__name__ in disabled:
             continue
         run(graph, context)
@@ -92,6 +95,7 @@ def run_passes(
             observe(run.__name__, captured.module)
     verify(graph, context, after="pipeline")
     captured.module.recompile()
+    return proof
 
 
 def _publish(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> None:

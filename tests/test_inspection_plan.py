@@ -51,6 +51,15 @@ def test_golden_explain(plan):
     _same(plan.explain("model.layers.3.self_attn.o_proj"), "llama_explain.txt")
 
 
+def test_show_says_what_is_proven_of_all_layers(plan):
+    parameters = sum(1 for _ in models.on_meta("llama", num_hidden_layers=4).named_parameters())
+    assert f"Along tp proven: {parameters} parameters" in str(plan)
+
+
+def test_explain_says_what_a_value_is_along_tp(plan):
+    assert "along tp: S(2), a shard on dim 2" in plan.explain("silu")
+
+
 def test_show_fits_100_columns(plan):
     assert max(map(len, str(plan).splitlines())) <= 100
 

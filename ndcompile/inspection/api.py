@@ -239,4 +239,6 @@ def _notes(traced: Traced) -> tuple[str, ...]:
             f"{len(traced.stack.counts)} of {len(traced.stack.represents)} layers were traced; {alike} are like one of "
             "them, and counted with it."
         )
+    if traced.proof is not None:
+        notes.append(f"Along tp {traced.proof.summary(traced.stack.count)}.")
     return tuple(notes)

@@ -90,6 +90,9 @@ def _node_of(graph: fx.Graph, name: str, title: str, traced: Traced) -> Iterator
             yield f"node of the graph {title}: {line}"
             users = ", ".join(user.name for user in node.users) or "nothing"
             yield f"  used by {users}; stands for {traced.times(node)}"
+            if traced.proof is not None and node in traced.proof.facts:
+                fact = traced.proof.facts[node]
+                yield f"  along tp: {fact}, {fact.words()}"
             source = (node.meta.get("stack_trace") or "").strip().splitlines()
             if len(source) > 1:
                 yield f"  {source[-2].strip()}"

@@ -190,7 +190,7 @@ class _Step:
     @classmethod
     def of(cls, part: _Part, layout: Layout, batch_size: int, seq_len: int, rates: Rates) -> _Step:
         sizes, each = dataclasses.asdict(layout) | {"dp_replicate": 1}, batch_size // layout.data_ranks
-        traced = trace(part.model, sizes, DistributedConfig(), batch_size=each, seq_len=seq_len)
+        traced = trace(part.model, sizes, DistributedConfig(), batch_size=each, seq_len=seq_len, proven=False)
         top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
         filled = filled_rows(traced.plan.experts, top_k)
         return cls(part, traced, layout, memory(traced).peak, rates, _remembering(traced.size), filled)

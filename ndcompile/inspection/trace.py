@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -32,8 +32,10 @@ from ndcompile.lower import lower
 from ndcompile.mesh import FUSED, Axis, StorageMesh
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
+from ndcompile.proof.prove import Proof
 from ndcompile.redistribute import redistribute
 from ndcompile.shadow import Shadow, copy_without_weights
+from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 from ndcompile.signature import checkpointed_layers
 from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
@@ -66,6 +68,7 @@ class Traced:
     the lowered graphs that AOTAutograd's partition made of it; every `call_function` node has `meta["val"]` and, as
     `meta["custom"]["module"]`, the module that it belongs to. passes: the captured graph first, then as each pass left
     it. stack: which layers the graphs hold and how many each stands for.
+    proof: what is known of the captured graph's values along tp; None without tp, and with experts over ep.
     rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
     trained.
     """
@@ -79,6 +82,7 @@ class Traced:
     stack: LayerStack
     rows: Mapping[Any, int]
     frozen: frozenset[str]
+    proof: Proof | None = None
 
     @cached_property
     def _known(self) -> dict[Any, int]:
@@ -124,11 +128,12 @@ def trace(
     expert_capacity: float | None = None,
     disabled: Collection[str] = (),
     whole: bool = False,
+    proven: bool = True,
 ) -> Traced:
     """Trace a training step of `batch_size` sequences of `seq_len` tokens on a mesh of `sizes`.
 
     model: on meta or with weights; it is left as it is. sizes: dp_replicate, fsdp, tp and ep, the number of expert
-    shards. whole: trace every layer, even where layers are alike.
+    shards. whole: trace every layer, even where layers are alike. proven: capture without tp too, and prove the graph.
 
     Works with and without a running process group, and starts none. Raises PlanError and CaptureError as
     `ndcompile.compile` and the first call do.
@@ -147,9 +152,16 @@ def trace(
         call = bind(signature, (), {"input_ids": ids, "labels": ids.clone()})
         captured = capture(Shadow(copied, part, mesh), copied, call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
-        context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed_layers(copied))
+
+        @cache
+        def without_tp() -> fx.Graph:
+            return capture(Shadow(copied, *unsharded(part, mesh)), copied, call, dynamic=False).module.graph
+
+        whole_graph = without_tp if "tp" in mesh.axes and proven else None
+        checkpointed = checkpointed_layers(copied)
+        context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
         groups = {axis.group: name for name, axis in mesh.axes.items()}
-        run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
+        proof = run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
         _mark_parameters(captured.module.graph)
         fuse_attention(captured.module.graph)
         graphs = lower(captured, "aot_eager", alike=True)[1]
@@ -159,7 +171,7 @@ def trace(
         _name_sums(graph)
     rows = MappingProxyType(even_rows(graphs.forward.graph))
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen)
+    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof)
 
 
 def mesh_of_sizes(sizes: Mapping[str, int]) -> StorageMesh:

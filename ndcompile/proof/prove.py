@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,16 +42,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Proof:
-    """facts: of every value that is a tensor. problems: in the order of the graph; empty where all is proven."""
+    """facts: of every value that is a tensor. problems: in the order of the graph; empty where all is proven.
+
+    boundaries: the redistributions over tp.
+    """
 
     facts: Mapping[fx.Node, Fact]
     problems: tuple[Problem, ...]
-    parameters: int
-    boundaries: int
+    boundaries: tuple[fx.Node, ...]
 
-    def summary(self) -> str:
-        activations = len(self.facts) - sum(node.op == "placeholder" for node in self.facts)
-        return f"proven: {self.parameters:,} parameters, {activations:,} activations, {self.boundaries:,} boundaries"
+    def summary(self, times: Callable[[str], int] = lambda module: 1) -> str:
+        """In numbers. times: how many modules of the whole model a module (or parameter) stands for."""
+        inputs = [node.meta["input"] for node in self.facts if node.op == "placeholder"]
+        parameters = sum(times(given.name) for given in inputs if given.kind == PARAMETER)
+        activations = sum(times(_module(node)) for node in self.facts if node.op != "placeholder")
+        boundaries = sum(times(_module(node)) for node in self.boundaries)
+        return f"proven: {parameters:,} parameters, {activations:,} activations, {boundaries:,} boundaries"
 
 
 def pair_around(local: fx.Graph, whole: fx.Graph, plan: ShardingPlan) -> dict[fx.Node, fx.Node]:
@@ -74,8 +80,12 @@ def pair_around(local: fx.Graph, whole: fx.Graph, plan: ShardingPlan) -> dict[fx
 
 def exchanged(node: fx.Node, plan: ShardingPlan) -> bool:
     """Whether a node is of experts that get their tokens by an exchange."""
-    module = f"{(node.meta.get('custom') or {}).get('module', '')}."
+    module = f"{_module(node)}."
     return any(module.startswith(f"{experts.fqn}.") for experts in plan.experts)
+
+
+def _module(node: fx.Node) -> str:
+    return (node.meta.get("custom") or {}).get("module", "")
 
 
 def prove(graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int) -> Proof:
@@ -90,9 +100,8 @@ def prove(graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int
             walk.outputs(node)
         elif tensor_of(node) is not None:
             walk.visit(node)
-    parameters = [n for n in walk.facts if n.op == "placeholder" and n.meta["input"].kind == PARAMETER]
-    boundaries = sum(moves_over(node, tp) for node in graph.nodes)
-    return Proof(walk.facts, tuple(walk.problems), len(parameters), boundaries)
+    boundaries = tuple(node for node in graph.nodes if moves_over(node, tp))
+    return Proof(walk.facts, tuple(walk.problems), boundaries)
 
 
 class _Walk:
