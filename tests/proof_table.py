@@ -77,6 +77,7 @@ def judge(model_type: str, tp: int) -> Verdict:
             verdict.damaged += 1
             if not run().problems:
                 verdict.survivors.append(name)
+    assert not run().problems, "the graph is no longer what it was before it was damaged"
     return verdict
 
 

@@ -4,6 +4,12 @@ import proof_cases
 import pytest
 
 RIGHT = {
+    "a gated product": ("x=S(2) y=S(2)", "F.silu(x) * y", "S(2)"),
+    "columns of a projection": ("x=R w=S(0)", "F.linear(x, w)", "S(2)"),
+    "rows of a projection": ("x=S(2) w=S(1)", "move(F.linear(x, w), 'P', 'I')", "I"),
+    "heads behind positions": ("x=S(1)", "x.transpose(1, 2)", "S(2)"),
+    "attention weights of own heads": ("x=S(1)", "x.softmax(-1)", "S(1)"),
+    "a gathered shard": ("x=S(1)", "move(x, 'S(1)', 'I')", "I"),
     "a norm over whole heads": ("x=S(1)", "x * x.pow(2).mean(-1, keepdim=True).rsqrt()", "S(1)"),
     "a scale whose gradient is summed": ("x=S(1) b=R", "x * b", "S(1)"),
     "a sharded scale": ("x=S(2) b=S(0)", "x * b", "S(2)"),
@@ -23,6 +29,22 @@ RIGHT = {
 }
 WRONG = {
     "a bias added to a partial sum": ("x=S(2) w=S(1)", "F.linear(x, w) + b"),
+    "a bias on every rank, summed": ("x=S(2) w=S(1)", "move(F.linear(x, w, b), 'P', 'I')"),
+    "a gradient that nobody sums": ("x=I w=S(0)", "F.linear(x, w)"),
+    "a number added to a partial sum": ("x=S(2)", "move(x.sum(-1) + 1, 'P', 'I')"),
+    "softmax of a partial sum": ("x=S(2)", "x.sum(-1).softmax(-1)"),
+    "a partial sum clamped": ("x=S(2)", "x.sum(-1).clamp(min=0)"),
+    "a partial sum compared": ("x=S(2)", "torch.where(x.sum(-1, keepdim=True) > 0, b, 0.0)"),
+    "a ratio of partial sums": ("x=S(2) y=S(2)", "x.sum(-1) / y.sum(-1)"),
+    "the exponential of a partial sum": ("x=S(2)", "x.sum(-1).exp()"),
+    "the best of a sharded vocabulary": ("x=S(2)", "x.argmax(-1)"),
+    "a sum of means": ("x=S(2)", "move(x.mean(-1), 'P', 'I')"),
+    "cross entropy of a sharded vocabulary": ("x=S(2) ids=I", "F.cross_entropy(x.flatten(0, 1), ids.flatten())"),
+    "a layer norm over a shard": ("x=S(2)", "F.layer_norm(x, x.shape[-1:])"),
+    "a triangle of local positions": ("x=S(1)", "x * torch.ones(x.shape[1], 8).tril()"),
+    "a product over heads": ("x=S(1)", "x.prod(1)"),
+    "elements dealt out anew": ("x=S(1)", "x.reshape(4, 8, -1)"),
+    "the variance": ("x=S(2)", "x.var(-1)"),
     "softmax over a sharded dim": ("x=S(2)", "x.softmax(-1)"),
     "a norm over all heads": ("x=S(1)", "x / x.flatten(1).norm(dim=-1)[:, None, None]"),
     "an unreduced scale": ("x=S(1)", "x * b"),
