@@ -12,6 +12,7 @@ from ndcompile.errors import VerifyError
 from ndcompile.graph_input import HELD, GraphInput
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
+from ndcompile.random_ops import attention_op, dropout_op
 from ndcompile.redistribute import (
     all_to_all,
     average_gradient,
@@ -32,9 +33,13 @@ def verify(graph: fx.Graph, context: PassContext, after: str) -> None:
         varying = varying_over_tp(graph, context.plan, tp.group)
         check_outputs(graph, varying)
         check_gradients(graph, varying, tp.group)
+        check_seeds(graph, varying)
     if after == "pipeline":
         check_parameters(graph, context)
 
+
+SEEDED = {dropout_op: 2, attention_op: 7}
+"""Random operators, and which argument is their seed."""
 
 GRADIENT_NODES = (unshard, average_gradient, divide_gradient)
 """What stands between a stored parameter and its uses."""
@@ -83,6 +88,20 @@ def check_gradients(graph: fx.Graph, varying: set[fx.Node], tp: str) -> None:
             f"{where(mixed[0])} mixes values whose gradients are summed over tp with one whose gradient is whole. "
             "Keep the pass 'complete_boundaries' enabled."
         )
+
+
+def check_seeds(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """Ranks of a tp group drop the same elements of a value that they share, and each its own of one that varies."""
+    for node in graph.nodes:
+        if node.target not in SEEDED:
+            continue
+        seed: Any = node.args[SEEDED[node.target]]
+        if seed.args[2] != int(node in varying):
+            kind = "differs between" if node in varying else "is the same on"
+            raise VerifyError(
+                f"{where(node)} {kind} the ranks of a tp group, but draws from stream {seed.args[2]} (0 is shared, 1 "
+                "is the rank's own). The pass 'seed_random_ops' chooses it."
+            )
 
 
 def check_parameters(graph: fx.Graph, context: PassContext) -> None:

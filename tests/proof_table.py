@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import proof_zoo
 import torch
@@ -82,7 +83,7 @@ def judge(model_type: str, tp: int) -> Verdict:
 
 
 def _damages(graph: fx.Graph, context: PassContext) -> Iterator[tuple[str, object]]:
-    """Each boundary over tp removed, doubled, and taken for another pair; one of those alike in all layers."""
+    """Each boundary over tp removed, doubled, scaled, and taken for another pair; one of those alike in all layers."""
     tp = context.axis("tp").group
     seen = set()
     for node in [n for n in graph.nodes if moves_over(n, tp)]:
@@ -94,7 +95,8 @@ def _damages(graph: fx.Graph, context: PassContext) -> Iterator[tuple[str, objec
         seen.add((module, pair, learns))
         title = f"{module} {pair[0]}->{pair[1]}"
         yield f"{title} removed", _bypassed(node, node.args[0])
-        yield f"{title} doubled", _doubled(graph, node)
+        yield f"{title} doubled", _followed(graph, node, redistribute, node.args[1:])
+        yield f"{title} scaled", _followed(graph, node, torch.ops.aten.mul.Tensor, (context.axis("tp").size,))
         for other in PAIRS:
             if other != pair and pair in PAIRS and (learns or other[0] != pair[0]):
                 yield f"{title} taken for {other[0]}->{other[1]}", _other_pair(node, other)
@@ -112,9 +114,10 @@ def _bypassed(node: fx.Node, source: fx.Node) -> Iterator[None]:
 
 
 @contextmanager
-def _doubled(graph: fx.Graph, node: fx.Node) -> Iterator[None]:
+def _followed(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """An operator on the value of `node`, in its place."""
     with graph.inserting_after(node):
-        again = graph.call_function(redistribute, (node, *node.args[1:]), dict(node.kwargs))
+        again = graph.call_function(target, (node, *args))
     again.meta.update(node.meta)
     with _bypassed(node, again):
         yield
@@ -167,7 +170,8 @@ def write_table(verdicts: list[Verdict], tp: int) -> None:
     lines += [
         "",
         f"Damaged graphs: each boundary over tp of the {len(proven)} proven types (one of those alike in all layers)",
-        f"was removed, doubled, or taken for another pair. {damaged - len(survivors):,} of {damaged:,} were refused.",
+        "was removed, doubled, scaled by tp, or taken for another pair. "
+        f"{damaged - len(survivors):,} of {damaged:,} were refused.",
         f"The proof took {seconds[len(seconds) // 2]:.2f} s (median), {seconds[-1]:.2f} s at most." if seconds else "",
         "",
         *[f"- proven though damaged: {name}, {survivor}" for name, survivor in survivors],

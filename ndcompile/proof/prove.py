@@ -110,6 +110,7 @@ class _Walk:
         self.facts: dict[fx.Node, Fact] = {}
         self.problems: list[Problem] = []
         self.memory = written_memory(graph)
+        self.same_code = graph.output_node() in twins
 
     def visit(self, node: fx.Node) -> None:
         cut = None
@@ -168,6 +169,8 @@ class _Walk:
             return RULES["redistribute"].rule(use)
         if exchanged(node, self.plan) or use.of_kind(EXCHANGED):
             return Fact(EXCHANGED)
+        if self.same_code and not use.paired and "made_by" not in node.meta:
+            raise NotProven("the same code without tp does not have it, and no pass made it", NO_SUCH_NODE)
         if node.target is operator.getitem:
             return use.fact(node.args[0])
         row = RULES.get(_name(node))
@@ -196,6 +199,7 @@ class _Walk:
         return shard_on(cut)
 
 
+NO_SUCH_NODE = "Passes may insert redistributions, and what they mark in meta['made_by']."
 OUTPUT = "an output of the model is {} over tp"
 GATHERED = (
     "Add a tp_plan rule that gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for "
