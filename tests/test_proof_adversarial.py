@@ -9,6 +9,7 @@ RIGHT = {
     "rows of a projection": ("x=S(2) w=S(1)", "move(F.linear(x, w), 'P', 'I')", "I"),
     "heads behind positions": ("x=S(1)", "x.transpose(1, 2)", "S(2)"),
     "attention weights of own heads": ("x=S(1)", "x.softmax(-1)", "S(1)"),
+    "the first keys of a cache": ("x=S(1)", "torch.cat([torch.tensor([]), x], 1)", "S(1)"),
     "a gathered shard": ("x=S(1)", "move(x, 'S(1)', 'I')", "I"),
     "a norm over whole heads": ("x=S(1)", "x * x.pow(2).mean(-1, keepdim=True).rsqrt()", "S(1)"),
     "a scale whose gradient is summed": ("x=S(1) b=R", "x * b", "S(1)"),

@@ -84,7 +84,8 @@ def permuted(use: Use) -> Fact:
 
 def concatenated(use: Use) -> Fact:
     """cat and stack: of shards on another dim a shard; along the sharded dim, of equal sizes, one in several parts."""
-    sources: Any = use.node.args[0]
+    given: Any = use.node.args[0]
+    sources = [source for source in given if shape(source) != (0,)]  # an empty cache, to which cat adds the first keys
     stacks = name_of(use) == "stack"
     dim = (use.argument("dim") or 0) % ndim(use.node)
     known = [use.fact(source) for source in sources]

@@ -68,7 +68,7 @@ def test_a_partial_output_is_refused(world):
     plan = {name: style for name, style in UNITS["packed_input"].plan.items() if style != "all_reduce"}
     for kind, message in world(2).errors(_compare, "packed_input", TP2, WIDTH, 6, plan):
         assert kind == "VerifyError"
-        assert "is a shard or a partial sum over tp" in message
+        assert "is added to a partial sum: it would be counted once a rank" in message
 
 
 def test_a_gradient_that_stays_partial_is_refused_when_its_pass_is_disabled(world):
