@@ -11,13 +11,12 @@ from torch import Tensor, fx
 
 from ndcompile.capture import Captured
 from ndcompile.partition import Partitioner, partition_tags
-from ndcompile.schedule import FIXED_ORDER, inductor_settings
+from ndcompile.schedule import inductor_settings
 from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
-    config_comms,
     launch_empty_grids,
     select_decomp_table,
     tracing,
@@ -59,7 +58,6 @@ def lower(
             launch_empty_grids()
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
-            stack.enter_context(config_comms.patch(FIXED_ORDER))  # type: ignore[attr-defined]
             settings = inductor_settings(disabled) | (KERNELS_ALIKE if alike else {})
             compiled: Any = compile_fx(module, fakes, config_patches=settings)
             return compiled, partitioner

@@ -1,40 +1,45 @@
-"""Passes that inductor runs on the lowered graphs: settings by name, so that each can be disabled like a graph pass.
-
-Both keep the order of collectives that the graph has, which is the same on all ranks: `overlap_communication` moves
-starts and waits across other kernels only, `bucket_collectives` merges by the sizes of parameters. (By default inductor
-lets the reordering swap collectives, by estimates of a rank's own kernels: ranks with other lengths of the sequence
-could then wait for each other. `FIXED_ORDER` forbids it.)
-"""
+"""Passes on the lowered graphs, which inductor runs behind its own, and its settings that would undo them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-SCHEDULING: Mapping[str, Mapping[str, Any]] = {
-    # Gather a layer's weights while the layer before computes, and go on while gradients are being reduced, as far as
-    # the estimated peak memory allows. Inductor leaves it out in deterministic mode, that is under tp.
-    "overlap_communication": {
-        "reorder_for_compute_comm_overlap": True,
-        "reorder_for_compute_comm_overlap_passes": [
-            "reorder_communication_preserving_peak_memory",
-            "sink_waits_iterative",
-            "reorder_communication_preserving_peak_memory",
-        ],
-    },
-    # One gather and one reduce-scatter for several parameters: fewer launches, and copies of what is sent.
-    # Gathers of parameters alone: merging those of the chunks of a loss would keep the logits of all chunks.
-    "bucket_collectives": {"bucket_all_gathers_fx": "only_fsdp", "bucket_reduce_scatters_fx": "all"},
-}
-"""Name of a pass -> settings of torch._inductor.config, which torch 2.11 and 2.13 share."""
+from torch import fx
 
-FIXED_ORDER = {
-    "reorder_iterative_unsafe_collectives_reorder": False,
-    "sink_waits_iterative_unsafe_collectives_reorder": False,
+from ndcompile import collective_chains
+from ndcompile.passes import bucket_collectives as bucket
+from ndcompile.passes import overlap_communication as overlap
+from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
+
+SCHEDULING: Mapping[str, Callable[[fx.Graph], None]] = {
+    "bucket_collectives": bucket.bucket_collectives,
+    "overlap_communication": overlap.overlap_communication,
 }
-"""Settings of torch._inductor.config_comms: no collective starts before one that is before it in the graph."""
+"""Name of a pass -> the pass, in order."""
+
+SOURCES = tuple(str(Path(str(module.__file__))) for module in (collective_chains, bucket, overlap))
+
+KEEP_ORDER = {"reorder_for_peak_memory": False}
+"""Inductor's memory pass would start every gather as late as it can."""
+
+
+class Schedule(CustomGraphPass):
+    """The passes of SCHEDULING but the disabled ones, as one pass of inductor."""
+
+    def __init__(self, disabled: Collection[str] = ()) -> None:
+        self.names = tuple(name for name in SCHEDULING if name not in disabled)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for name in self.names:
+            SCHEDULING[name](graph)
+
+    def uuid(self) -> str:
+        """Part of inductor's cache keys."""
+        return f"{get_hash_for_files(SOURCES).hex()} {self.names}"
 
 
 def inductor_settings(disabled: Collection[str]) -> dict[str, Any]:
-    """The settings of all passes but the disabled ones."""
-    return {key: value for name, patch in SCHEDULING.items() if name not in disabled for key, value in patch.items()}
+    """What of torch._inductor.config makes it run the passes and keep their order."""
+    return {"post_grad_custom_post_pass": Schedule(disabled)} | KEEP_ORDER

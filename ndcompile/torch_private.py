@@ -23,9 +23,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
-from torch._inductor import config_comms
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
@@ -237,6 +236,7 @@ __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "NO_OFFSETS",
     "ConstantSource",
+    "CustomGraphPass",
     "CustomPartitionerFn",
     "DimDynamic",
     "FakeTensor",
@@ -249,7 +249,6 @@ __all__ = [
     "compile_fx",
     "compiled_frame",
     "compiling",
-    "config_comms",
     "data_as_detached",
     "default_group",
     "default_store",

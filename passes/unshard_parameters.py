@@ -32,17 +32,18 @@ from ndcompile.sharding_plan import ParameterPlan
 
 def unshard_parameters(graph: fx.Graph, context: PassContext) -> None:
     """Insert the chain behind every parameter placeholder that the data axes touch."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
     for placeholder in graph.find_nodes(op="placeholder"):
-        if placeholder.meta["input"].kind == "parameter":
-            _unshard(graph, placeholder, context)
+        if placeholder.meta["input"].kind == "parameter" and placeholder.users:
+            _unshard(graph, placeholder, min(placeholder.users, key=position.__getitem__), context)
 
 
-def _unshard(graph: fx.Graph, placeholder: fx.Node, context: PassContext) -> None:
+def _unshard(graph: fx.Graph, placeholder: fx.Node, first_use: fx.Node, context: PassContext) -> None:
     entry = context.plan.by_name[placeholder.meta["input"].name]
     full = placeholder.meta["val"]
     stored = context.stored_dtypes[entry.fqn]
     users = list(placeholder.users)
-    with graph.inserting_after(placeholder):
+    with graph.inserting_before(first_use):
         chain = list(_chain(graph, placeholder, entry, full.dtype, stored != full.dtype, context))
     if not chain:
         return
@@ -91,5 +92,4 @@ def _lengths(entry: ParameterPlan) -> list[int] | None:
 
 
 def _append(graph: fx.Graph, node: fx.Node, target, args: tuple) -> fx.Node:
-    with graph.inserting_after(node):
-        return graph.call_function(target, (node, *args))
+    return graph.call_function(target, (node, *args))

@@ -1,0 +1,106 @@
+"""Start the gathers of weights ahead of their use, and wait for reduced gradients behind what is computed meanwhile.
+
+Runs on the lowered forward and backward graphs.
+
+Before:  w0 = wait(all_gather(p0));  y0 = mm(x, w0);  w1 = wait(all_gather(p1));  y1 = mm(y0, w1)
+After:   g0 = all_gather(p0);  g1 = all_gather(p1);  w0 = wait(g0);  y0 = mm(x, w0);  w1 = wait(g1);  y1 = mm(y0, w1)
+
+Before:  d1 = wait(reduce_scatter(g1));  g0 = mm(x, y0);  d0 = wait(reduce_scatter(g0));  return d0, d1
+After:   r1 = reduce_scatter(g1);  g0 = mm(x, y0);  r0 = reduce_scatter(g0);  d1 = wait(r1);  d0 = wait(r0);  ...
+
+A device runs a collective once what was launched before it is done. So the next gather starts where the current weight
+is first used, and runs beside that product. How far ahead is a number of bytes: the new order is a function of the
+graph and of the sizes of parameters, alike on all ranks whatever the lengths of their sequences, and it takes one walk
+over the graph. (Inductor's `reorder_for_compute_comm_overlap` chooses by estimated run times instead, does not run in
+its deterministic mode, and its time to compile grows with the square of the number of layers: see docs/speed.md.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import fx
+
+from ndcompile.collective_chains import WAIT, Chain, gradient_reductions, weight_gathers
+
+AHEAD = 512 * 2**20
+"""Bytes of whole weights that are gathered before their turn, and of whole gradients that are being reduced; at least
+one of each. A product of 8,192 tokens takes about three times as long as the gather of its weight over NVLink."""
+
+
+def overlap_communication(graph: fx.Graph) -> None:
+    """Put the nodes of the graph in the new order."""
+    order = _Order(weight_gathers(graph), gradient_reductions(graph))
+    for node in graph.nodes:
+        if node.op != "output":
+            order.visit(node)
+    order.finish()
+    output = graph.output_node()
+    for node in order.nodes:
+        output.prepend(node)
+
+
+class _Order:
+    """The new order so far, and the collectives under way."""
+
+    def __init__(self, gathers: list[Chain], reductions: list[Chain]) -> None:
+        self.nodes: dict[fx.Node, None] = {}
+        self.gathers = gathers
+        self.gather_of = {node: at for at, g in enumerate(gathers) for node in (*g.before, g.start, *g.after)}
+        self.started = 0
+        self.waited: set[int] = set()
+        self.reductions = {chain.start: chain for chain in reductions}
+        self.reduced = {node for chain in reductions for node in chain.after}
+        self.under_way: deque[tuple[list[fx.Node], int]] = deque()
+
+    def visit(self, node: fx.Node) -> None:
+        """Place a node, unless it moves to where it is needed."""
+        if node in self.gather_of or node in self.reduced:
+            return
+        for used in node.all_input_nodes:
+            if used in self.gather_of:
+                self._need(self.gather_of[used])
+        self.nodes[node] = None
+        if node in self.reductions:
+            chain = self.reductions[node]
+            self._under_way(list(chain.after), chain.size)
+
+    def finish(self) -> None:
+        """Place what only the graph's outputs need."""
+        for at in range(len(self.gathers)):
+            self._need(at)
+        while self.under_way:
+            self._complete_oldest()
+
+    def _need(self, at: int) -> None:
+        """Wait for a weight, behind the start of the next ones."""
+        if at in self.waited:
+            return
+        self.waited.add(at)
+        while self.started < len(self.gathers) and (self.started <= at or self._may_start()):
+            chain = self.gathers[self.started]
+            self._place([*chain.before, chain.start])
+            self.started += 1
+        self._place(self.gathers[at].after)
+
+    def _may_start(self) -> bool:
+        """Whether one more gather fits into the bytes ahead."""
+        ahead = [self.gathers[i].size for i in range(self.started) if i not in self.waited]
+        return not ahead or sum(ahead) + self.gathers[self.started].size <= AHEAD
+
+    def _under_way(self, after: list[fx.Node], size: int) -> None:
+        self.under_way.append((after, size))
+        while len(self.under_way) > 1 and sum(size for _, size in self.under_way) > AHEAD:
+            self._complete_oldest()
+
+    def _complete_oldest(self) -> None:
+        """Wait for the oldest reduction; if its result is reduced further, that is under way then."""
+        after, size = self.under_way.popleft()
+        waits = (at for at, node in enumerate(after) if at and node.target is WAIT)
+        end = next(waits, len(after))
+        self._place(after[:end])
+        if rest := after[end:]:
+            self._under_way(rest, size)
+
+    def _place(self, nodes) -> None:
+        self.nodes.update(dict.fromkeys(nodes))
