@@ -1,4 +1,4 @@
-"""The order of collectives in inductor's code: overlapped or not, it is that of the graph, so ranks cannot cross."""
+"""The order of collectives in inductor's code: ranks with other lengths of the sequence have the same one."""
 
 import json
 import subprocess
@@ -17,13 +17,13 @@ import models, ndcompile
 CALL = re.compile(r"torch\\.ops\\._c10d_functional\\.(\\w+)\\.default\\((primals_\\d+)?")
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
-def collectives(disabled):
+def collectives(length, disabled=()):
     torch._dynamo.reset()
     model = ndcompile.compile(models.on_meta("llama", torch.float32, num_hidden_layers=2),
                               init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
                               disable_passes=("bucket_collectives", *disabled))
     ndcompile.init_weights(model, 0)
-    ids = torch.zeros(2, 16, dtype=torch.int64)
+    ids = torch.zeros(2, length, dtype=torch.int64)
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
     _, codes = run_and_get_code(step)
@@ -33,18 +33,17 @@ def collectives(disabled):
 def starts(codes):
     return [[CALL.search(line).groups() for line in code if "wait_tensor" not in line] for code in codes]
 
-overlapped, plain = collectives(()), collectives(("overlap_communication",))
-print(json.dumps({"overlapped": starts(overlapped), "plain": starts(plain),
-                  "moved": overlapped != plain}))
+short, long, plain = collectives(16), collectives(160), collectives(16, ("overlap_communication",))
+print(json.dumps({"short": starts(short), "long": starts(long), "moved": short != plain}))
 """
 
 
 @pytest.mark.slow
-def test_overlap_keeps_the_order_of_collectives() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, cwd="tests")
+def test_the_order_of_collectives_does_not_depend_on_the_length() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=580, cwd="tests")
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["overlapped"] == found["plain"]
-    gathered = {weight for _, weight in found["plain"][0]}
+    assert found["short"] == found["long"]
+    gathered = {weight for _, weight in found["short"][0]}
     assert len(gathered - {None}) > 15  # gathers are told apart by what they gather
     assert found["moved"]  # the schedule did something

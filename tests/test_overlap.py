@@ -1,0 +1,206 @@
+"""The passes on lowered graphs, each on a small graph: what moves, what is merged, and what stays."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from ndcompile.collective_chains import collectives
+from ndcompile.passes.bucket_collectives import bucket_collectives
+from ndcompile.passes.overlap_communication import overlap_communication
+
+MIB = 2**20
+RANKS = 2
+
+
+class Graph:
+    """Nodes with fake values; sizes are those of whole weights and gradients, in MiB of bfloat16."""
+
+    def __init__(self) -> None:
+        self.graph, self.mode = fx.Graph(), FakeTensorMode()
+
+    def input(self, name: str, mib: float, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        with nullcontext() if first is None else self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(int(mib * MIB / 2 / 1024), 1024, dtype=dtype)
+        return node
+
+    def call(self, name: str, target, *args) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, name=name)
+        with self.mode:
+            node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
+        return node
+
+    def weight(self, name: str, mib: float, group: str = "fsdp", dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+        shard = self.input(f"shard_{name}", mib / RANKS, dtype)
+        start = self.call(f"gather_{name}", collectives.all_gather_into_tensor.default, shard, RANKS, group)
+        start.meta["custom"] = {"unshard": "free_full_weight"}
+        return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
+
+    def gradient(self, name: str, mib: float, group: str = "fsdp") -> fx.Node:
+        whole = self.call(f"grad_{name}", torch.ops.aten.mul.Tensor, self.input(f"saved_{name}", mib), 2)
+        start = self.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, whole, "avg", RANKS, group)
+        return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
+
+    def use(self, name: str, x: fx.Node, weight: fx.Node) -> fx.Node:
+        return self.call(name, torch.ops.aten.mm.default, x, weight)
+
+    def names(self) -> list[str]:
+        self.graph.lint()
+        return [node.name for node in self.graph.nodes if node.op == "call_function"]
+
+
+def forward(sizes: dict[str, float]) -> Graph:
+    """x @ w_a @ w_b ..., every weight gathered at its use."""
+    g = Graph()
+    x = g.input("x", 2)
+    for name, mib in sizes.items():
+        weight = g.weight(name, mib)
+        x = g.use(f"use_{name}", x, g.call(f"part_{name}", torch.ops.aten.slice.Tensor, weight, 0, 0, 1024))
+    g.graph.output((x,))
+    return g
+
+
+def backward(sizes: dict[str, float]) -> Graph:
+    """Gradients one after the other, each reduced at once."""
+    g = Graph()
+    g.graph.output(tuple(g.gradient(name, mib) for name, mib in sizes.items()))
+    return g
+
+
+def test_the_next_gather_starts_before_the_wait_for_the_current_weight():
+    g = forward({"a": 300, "b": 300})
+    overlap_communication(g.graph)
+    assert g.names() == ["gather_a", "gather_b", "wait_a", "part_a", "use_a", "wait_b", "part_b", "use_b"]
+
+
+def test_gathers_ahead_are_bounded_in_bytes():
+    g = forward({"a": 300, "b": 300, "c": 200, "d": 200})
+    overlap_communication(g.graph)
+    starts = [name for name in g.names() if name.startswith(("gather", "use"))]
+    assert starts == ["gather_a", "gather_b", "gather_c", "use_a", "gather_d", "use_b", "use_c", "use_d"]
+
+
+def test_one_gather_is_ahead_however_large():
+    g = forward({"a": 2048, "b": 2048, "c": 2048})
+    overlap_communication(g.graph)
+    starts = [name for name in g.names() if name.startswith(("gather", "use"))]
+    assert starts == ["gather_a", "gather_b", "use_a", "gather_c", "use_b", "use_c"]
+
+
+def test_weights_are_waited_for_in_the_order_of_their_use():
+    g = Graph()
+    x = g.input("x", 2)
+    a, b = g.weight("a", 2), g.weight("b", 2)
+    used = g.use("use_a", g.use("use_b", x, b), a)
+    g.graph.output((used,))
+    overlap_communication(g.graph)
+    assert g.names() == ["gather_b", "gather_a", "wait_b", "use_b", "wait_a", "use_a"]
+
+
+def test_gathers_of_activations_stay():
+    g = Graph()
+    x = g.input("x", 2)
+    y = g.call("double", torch.ops.aten.mul.Tensor, x, 2)
+    gathered = g.call("gather_y", collectives.all_gather_into_tensor.default, y, RANKS, "tp")
+    g.graph.output((g.call("wait_y", collectives.wait_tensor.default, gathered),))
+    overlap_communication(g.graph)
+    assert g.names() == ["double", "gather_y", "wait_y"]
+
+
+def test_a_gradient_is_waited_for_behind_what_is_computed_meanwhile():
+    g = backward({"a": 300, "b": 300, "c": 300})
+    overlap_communication(g.graph)
+    assert g.names() == [
+        "grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "grad_c", "scatter_c", "wait_b", "wait_c",
+    ]  # fmt: skip
+
+
+def test_the_all_reduce_of_replicas_starts_with_its_reduced_gradient_and_is_waited_for_last():
+    g = Graph()
+    results = []
+    for name in ("a", "b"):
+        scattered = g.gradient(name, 300)
+        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
+        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
+    g.graph.output(tuple(results))
+    overlap_communication(g.graph)
+    assert g.names() == [
+        "grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "reduce_a", "wait_b", "reduce_b", "done_a", "done_b",
+    ]  # fmt: skip
+
+
+def test_a_reduction_that_is_used_is_not_put_off():
+    g = Graph()
+    x = g.input("x", 2)
+    start = g.call("reduce", collectives.all_reduce.default, x, "sum", "tp")
+    whole = g.call("wait", collectives.wait_tensor.default, start)
+    y = g.call("use", torch.ops.aten.add.Tensor, whole, x)
+    g.graph.output((g.call("later", torch.ops.aten.mul.Tensor, y, 2),))
+    overlap_communication(g.graph)
+    assert g.names() == ["reduce", "wait", "use", "later"]
+
+
+def _kinds(g: Graph) -> list[str]:
+    g.graph.lint()
+    started = (*(getattr(collectives, name).default for name in KINDS),)
+    return [str(node.target.name()).partition("::")[2] for node in g.graph.nodes if node.target in started]
+
+
+KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+def test_small_gathers_become_one_and_large_ones_stay():
+    g = forward({"a": 4, "big": 64, "b": 6})
+    bucket_collectives(g.graph)
+    gathers = [node for node in g.graph.nodes if node.target is collectives.all_gather_into_tensor.default]
+    assert [node.meta["val"].numel() * 2 for node in gathers] == [10 * MIB, 64 * MIB]
+    assert all(node.meta["val"].shape == (1024, 1024) for node in g.graph.nodes if node.name.startswith("part"))
+
+
+def test_a_bucket_is_no_larger_than_its_limit():
+    g = forward(dict.fromkeys("abcd", 12))
+    bucket_collectives(g.graph)
+    gathers = [node for node in g.graph.nodes if node.target is collectives.all_gather_into_tensor.default]
+    assert [node.meta["val"].numel() * 2 for node in gathers] == [24 * MIB, 24 * MIB]
+
+
+def test_groups_and_dtypes_are_not_mixed():
+    g = Graph()
+    weights = [
+        g.weight("a", 2),
+        g.weight("b", 2, group="efsdp"),
+        g.weight("c", 2, dtype=torch.float16),
+        g.weight("d", 2),
+    ]
+    g.graph.output(tuple(weights))
+    bucket_collectives(g.graph)
+    gathers = [node for node in g.graph.nodes if node.target is collectives.all_gather_into_tensor.default]
+    assert [(node.args[2], node.meta["val"].numel() // (MIB // 2)) for node in gathers] == [
+        ("fsdp", 4),
+        ("efsdp", 2),
+        ("fsdp", 2),
+    ]
+
+
+def test_small_gradients_are_reduced_as_one():
+    g = backward({"a": 4, "big": 64, "b": 6})
+    shapes = [node.meta["val"].shape for node in g.graph.output_node().all_input_nodes]
+    bucket_collectives(g.graph)
+    assert _kinds(g) == ["reduce_scatter_tensor", "reduce_scatter_tensor"]
+    assert [node.meta["val"].shape for node in g.graph.output_node().all_input_nodes] == shapes
+
+
+def test_the_all_reduces_of_a_bucket_become_one_too():
+    g = Graph()
+    results = []
+    for name in ("a", "b"):
+        scattered = g.gradient(name, 4)
+        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
+        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
+    g.graph.output(tuple(results))
+    bucket_collectives(g.graph)
+    assert _kinds(g) == ["reduce_scatter_tensor", "all_reduce"]
