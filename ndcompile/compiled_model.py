@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
-from ndcompile.caches import CacheShards
+from ndcompile.caches import CacheShards, CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
-from ndcompile.graph_input import BUFFER, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
+from ndcompile.graph_input import BUFFER, CACHE, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
     LoadReport,
     Peers,
@@ -49,6 +49,7 @@ from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
+from ndcompile.static_caches import CacheMemory, refuse_gradients
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
 from ndcompile.type_inference import varying_over_tp
@@ -104,6 +105,7 @@ class CompiledModel:
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
+        self.cache_memory: dict[object, CacheMemory] = {}
         self.dropped: dict[str, Tensor] = {}
         self.seed: int | None = None
         self.random_steps = self.checked_steps = self.loads = self.saves = self.generations = 0
@@ -160,12 +162,14 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
         self.store.current()
+        if call.cache is not None and call.cache.static:
+            call = replace(call, cache=self._with_memory(call, call.cache))
         program = self._program(call)
         if self.checks_every_input:
             self.checked_steps += 1
             self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
         captured = program.captured
-        outputs = self.run(program, call.tensors, [] if call.cache is None else call.cache.values)
+        outputs = self.run(program, call.tensors, {} if call.cache is None else call.cache.named_values)
         seen = captured.returned - len(captured.counted)
         self.dropped = dict(zip(captured.counted, outputs[seen : captured.returned], strict=True))
         returned = outputs[:seen]
@@ -179,11 +183,12 @@ class CompiledModel:
             explain_logits(output)
         return output
 
-    def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
-        """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
+    def run(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any] | None = None) -> list[Any]:
+        """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on what a cache
+        holds, by path."""
         for write in program.captured.parameter_writes:
             write(self.store.local_tensor(write.fqn))
-        inputs = self._inputs(program, [*arguments, *cached])
+        inputs = self._inputs(program, arguments, cached or {})
         with no_autocast():
             return list(self._run(program, inputs))
 
@@ -276,13 +281,26 @@ class CompiledModel:
         if captured.cache is None or whole is None or "tp" not in self.mesh.axes:
             return CacheShards()
         varying = varying_over_tp(captured.module.graph, self.plan, self.mesh.axes["tp"].group)
-        nodes = captured.cache_nodes
-        kept = [node.meta["input"].name for node in captured.placeholders if node.meta["input"].kind == VARYING_CACHE]
         return CacheShards.between(
-            frozenset([*kept, *(path for path, node in nodes.items() if node in varying)]),
-            {path: node.meta["val"] for path, node in nodes.items()},
+            frozenset(path for path, node in captured.cache_nodes.items() if node in varying),
+            {path: node.meta["val"] for path, node in captured.cache_nodes.items()},
             {path: node.meta["val"] for path, node in whole().cache_nodes.items()},
         )
+
+    def _with_memory(self, call: Call, cache: CacheState) -> CacheState:
+        """A static cache whose layers have tensors, of this rank's heads. A new one is given them: what they are says a
+        capture of the call, in which the layers allocate them."""
+        refuse_gradients(self.model)
+        if cache.holds_tensors:
+            return cache
+        key = (call.key(), model_state(self.model))
+        if key not in self.cache_memory:
+            with self.agreement.step(f"capture{self.agreement.captures}"), no_inference_mode():
+                captured = capture(self.shadow, self.model, call, False)
+                shards = self._cache_shards(captured, self.whole_capture(call, False))
+            self.cache_memory[key] = CacheMemory.of(captured.cache_nodes, shards)
+        self.cache_memory[key].allocate(cache.cache, call.batch, self.mesh.device)
+        return read_cache(cache.cache, cache.name)
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
@@ -313,7 +331,7 @@ class CompiledModel:
         call = call if call.cache is None else replace(call, cache=call.cache.whole())
         return cache(partial(capture, self.whole, self.model, call, dynamic, growing=self.dynamic is not False))
 
-    def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+    def _inputs(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any]) -> list[Any]:
         """The graph's inputs in order."""
         consumer = self.accumulation.consumer()
         parameters = iter(self.store.local_tensors(None if consumer is None else consumer.consumed))
@@ -331,6 +349,8 @@ class CompiledModel:
                 inputs.append(held[spec.name])
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
+            elif spec.kind in (CACHE, VARYING_CACHE):
+                inputs.append(self._argument(spec.name, cached[spec.name]))
             else:
                 inputs.append(self._argument(spec.name, next(given)))
         return inputs
