@@ -25,6 +25,7 @@ from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.caches import CacheShards, CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
+from ndcompile.cuda_graphs import Recorded, fixed_inputs
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
 from ndcompile.graph_input import BUFFER, CACHE, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
@@ -49,7 +50,7 @@ from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
-from ndcompile.static_caches import CacheMemory, refuse_gradients
+from ndcompile.static_caches import CacheMemory, KeptCache, refuse_gradients
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
 from ndcompile.type_inference import varying_over_tp
@@ -93,8 +94,10 @@ class CompiledModel:
         disabled: frozenset[str],
         loss_only: bool,
         verify: str = "error",
+        cuda_graphs: bool = False,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
+        self.cuda_graphs, self.kept_cache = cuda_graphs, KeptCache()
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
@@ -259,7 +262,11 @@ class CompiledModel:
         run_passes(captured, self.pass_context(captured, whole), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
-        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
+        what = f"{type(self.model).__name__}, {sizes[0].lower()}{sizes[1:]}"
+        fixed = fixed_inputs(captured, self.mesh.device, what) if self.cuda_graphs else None
+        compile = partial(
+            lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled, fixed_inputs=fixed
+        )
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
@@ -272,6 +279,7 @@ class CompiledModel:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
+        run = run if fixed is None else Recorded(run, what)
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
         return Program(captured, run, graphs, inputs, self._cache_shards(captured, whole), seconds)

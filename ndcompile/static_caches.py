@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
-from ndcompile.caches import EMPTY, MARK, CacheShards
+from ndcompile.caches import CAPACITY, EMPTY, MARK, CacheShards
 from ndcompile.errors import UnsupportedError
 from ndcompile.transformers_private import CACHE_LENGTHS, CACHE_MEMORY
 
@@ -60,6 +60,26 @@ class CacheMemory:
                     getattr(layer, method)(*states)
         setattr(cache, MARK, self.shards)
         setattr(cache, EMPTY, True)
+
+
+@dataclass
+class KeptCache:
+    """The static cache of the last `generate`, for the next one of the same sizes: a CUDA graph is recorded for the
+    addresses of its tensors."""
+
+    key: object = None
+    cache: Cache | None = None
+
+    def instead_of(self, fresh: Cache, batch: int, dtype: torch.dtype) -> Cache:
+        """`fresh`, or the kept cache if that is the same but for its address; it then holds no token."""
+        layers = [(type(layer), getattr(layer, CAPACITY, None)) for layer in fresh.layers]
+        key = (layers, batch, dtype, torch.is_inference_mode_enabled())
+        if self.cache is None or self.key != key:
+            self.key, self.cache = key, fresh
+        elif hasattr(self.cache, MARK):
+            self.cache.reset()
+            setattr(self.cache, EMPTY, True)
+        return self.cache
 
 
 def refuse_gradients(model: nn.Module) -> None:

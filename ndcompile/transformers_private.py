@@ -31,6 +31,7 @@ __all__ = [
     "CACHE_MEMORY",
     "CACHE_NAMES",
     "CACHE_SIZES",
+    "PREPARE_STATIC_CACHE",
     "SEEN_TOKENS",
     "SWITCH_FOR_DECODING",
     "LoadStateDictInfo",
@@ -64,6 +65,9 @@ CACHE_MEMORY = {"lazy_initialization": ("keys", "values"), "lazy_initialization_
 """Methods of a static cache's layers that allocate tensors, for states without tokens -> the tensors' names. 5.24."""
 SEEN_TOKENS = "get_seq_length"
 """Method of a cache's layers: how many tokens a layer has seen; of a static one a tensor. 5.24."""
+
+PREPARE_STATIC_CACHE = "_prepare_static_cache"
+"""Method of a model: the cache of a `generate` with cache_implementation="static", called with keywords. 5.24."""
 
 SWITCH_FOR_DECODING = "_optimize_model_for_decode"
 """Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""
