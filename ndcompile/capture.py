@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ndcompile.caches import CacheUpdate, traced_update
+from ndcompile.cache_update import CacheUpdate, traced_update
 from ndcompile.call import Call
 from ndcompile.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
 from ndcompile.parameter_writes import ParameterWrite

@@ -53,10 +53,9 @@ from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
-from ndcompile.static_caches import CacheMemory, KeptCache, refuse_gradients
+from ndcompile.static_caches import CacheMemory, KeptCache, cache_shards, refuse_gradients
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
-from ndcompile.type_inference import varying_over_tp
 
 
 @dataclass
@@ -308,18 +307,7 @@ class CompiledModel:
         run = run if fixed is None else Recorded(run, what)
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
-        return Program(captured, run, graphs, inputs, self._cache_shards(captured, whole), seconds)
-
-    def _cache_shards(self, captured: Captured, whole: Callable[[], Captured] | None) -> CacheShards:
-        """What the tensors of the cache are of the whole ones after this graph."""
-        if captured.cache is None or whole is None or "tp" not in self.mesh.axes:
-            return CacheShards()
-        varying = varying_over_tp(captured.module.graph, self.plan, self.mesh.axes["tp"].group)
-        return CacheShards.between(
-            frozenset(path for path, node in captured.cache_nodes.items() if node in varying),
-            {path: node.meta["val"] for path, node in captured.cache_nodes.items()},
-            {path: node.meta["val"] for path, node in whole().cache_nodes.items()},
-        )
+        return Program(captured, run, graphs, inputs, cache_shards(captured, whole, self.plan, self.mesh), seconds)
 
     def _with_memory(self, call: Call, cache: CacheState) -> CacheState:
         """A static cache whose layers have tensors, of this rank's heads. A new one is given them: what they are says a
@@ -331,7 +319,7 @@ class CompiledModel:
         if key not in self.cache_memory:
             with self.agreement.step(f"capture{self.agreement.captures}"), no_inference_mode():
                 captured = capture(self.shadow, self.model, call, False)
-                shards = self._cache_shards(captured, self.whole_capture(call, False))
+                shards = cache_shards(captured, self.whole_capture(call, False), self.plan, self.mesh)
             self.cache_memory[key] = CacheMemory.of(captured.cache_nodes, shards)
         self.cache_memory[key].allocate(cache.cache, call.batch, self.mesh.device)
         return read_cache(cache.cache, cache.name)

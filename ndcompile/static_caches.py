@@ -7,7 +7,7 @@ this rank under tp. From there on prompt and single tokens are programs of stati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,12 @@ from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
 from ndcompile.caches import CAPACITY, EMPTY, MARK, CacheShards
+from ndcompile.capture import Captured
 from ndcompile.errors import UnsupportedError
+from ndcompile.mesh import StorageMesh
+from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.transformers_private import CACHE_LENGTHS, CACHE_MEMORY
+from ndcompile.type_inference import varying_over_tp
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,20 @@ class CacheMemory:
                     getattr(layer, method)(*states)
         setattr(cache, MARK, self.shards)
         setattr(cache, EMPTY, True)
+
+
+def cache_shards(
+    captured: Captured, whole: Callable[[], Captured] | None, plan: ShardingPlan, mesh: StorageMesh
+) -> CacheShards:
+    """What the tensors of the cache are of the whole ones after a graph; `whole` captures it in global shapes."""
+    if captured.cache is None or whole is None or "tp" not in mesh.axes:
+        return CacheShards()
+    varying = varying_over_tp(captured.module.graph, plan, mesh.axes["tp"].group)
+    return CacheShards.between(
+        frozenset(path for path, node in captured.cache_nodes.items() if node in varying),
+        {path: node.meta["val"] for path, node in captured.cache_nodes.items()},
+        {path: node.meta["val"] for path, node in whole().cache_nodes.items()},
+    )
 
 
 @dataclass
