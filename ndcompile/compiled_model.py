@@ -178,11 +178,12 @@ class CompiledModel:
             self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
         captured = program.captured
         inputs = self._ready(program, call.tensors, {} if call.cache is None else call.cache.named_values)
+        began = call.cache is not None and call.cache.empty  # another program than behind tokens
         outputs = self._run(program, inputs)
         if call.cache is not None and captured.cache is not None:
             captured.cache.apply(call.cache, outputs[captured.returned :], partial(captured.evaluate, sizes=call.sizes))
             captured.cache.mark(call.cache.cache, program.shards)
-        if self.repeats and not args and not self.checks_every_input:
+        if self.repeats and not args and not self.checks_every_input and not began:
             self.replay = Replay.of(program, program.inputs, inputs, kwargs)
         return self._returned(program, outputs, None if call.cache is None else call.cache.cache)
 

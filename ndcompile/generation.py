@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticCache
 
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import UnsupportedError
-from ndcompile.transformers_private import PREPARE_STATIC_CACHE, SWITCH_FOR_DECODING
+from ndcompile.transformers_private import PREPARE_STATIC_CACHE, STATIC_CACHE_SHAPE, SWITCH_FOR_DECODING
 
 
 def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
@@ -94,13 +94,16 @@ def _one_random_stream(compiled: CompiledModel, key: str) -> Iterator[None]:
 
 @contextmanager
 def _left_alone(model: Any) -> Iterator[None]:
-    """While active, transformers' loop finds no device map, which refuses Trainer and accelerate, and switches no
-    experts implementation for decoding, which a captured graph could not follow."""
+    """While active, transformers' loop finds no device map, which refuses Trainer and accelerate, switches no experts
+    implementation for decoding, which a captured graph could not follow, and allocates no static cache of all heads."""
     device_map = model.__dict__.pop("hf_device_map", None)
-    setattr(model, SWITCH_FOR_DECODING, nullcontext)
+    replaced = {SWITCH_FOR_DECODING: nullcontext, STATIC_CACHE_SHAPE: lambda: None}
+    for name, method in replaced.items():
+        setattr(model, name, method)
     try:
         yield
     finally:
-        delattr(model, SWITCH_FOR_DECODING)
+        for name in replaced:
+            delattr(model, name)
         if device_map is not None:
             model.hf_device_map = device_map

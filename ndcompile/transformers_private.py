@@ -33,6 +33,7 @@ __all__ = [
     "CACHE_SIZES",
     "PREPARE_STATIC_CACHE",
     "SEEN_TOKENS",
+    "STATIC_CACHE_SHAPE",
     "SWITCH_FOR_DECODING",
     "LoadStateDictInfo",
     "WeightConverter",
@@ -68,6 +69,10 @@ SEEN_TOKENS = "get_seq_length"
 
 PREPARE_STATIC_CACHE = "_prepare_static_cache"
 """Method of a model: the cache of a `generate` with cache_implementation="static", called with keywords. 5.24."""
+
+STATIC_CACHE_SHAPE = "_get_static_cache_init_shape"
+"""Method of a model: heads and width by which `generate` allocates a static cache before chunks of a prompt; with None
+the first call allocates it. 5.24."""
 
 SWITCH_FOR_DECODING = "_optimize_model_for_decode"
 """Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""

@@ -114,6 +114,15 @@ def test_generate_keeps_the_cache_for_its_cuda_graphs(model):
     assert returned.cache.layers[0].keys.data_ptr() not in addresses
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_chunks_of_a_prompt(model, chunk):
+    """The first chunk goes into an empty cache, the others of the same shapes do not."""
+    arguments = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    arguments |= {"cache_implementation": "static", "prefill_chunk_size": chunk}
+    plain = models.build("llama", **ONE).eval()
+    assert torch.equal(model.generate(IDS, **arguments), plain.generate(IDS, **arguments))
+
+
 def test_a_static_cache_and_gradients_are_refused(model):
     with pytest.raises(ndcompile.UnsupportedError, match=r"torch\.no_grad"):
         model(input_ids=IDS, cache=StaticCache(config=model.config, max_cache_len=20))
