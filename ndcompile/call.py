@@ -92,6 +92,8 @@ class Call:
             if isinstance(leaf, Tensor):
                 names = {name: name.rstrip("0123456789") for name in self.sizes}
                 shape = self.symbolic_shape(leaf, names)
+                if leaf.ndim == 4 and isinstance(shape[3], str) and self.cache is not None and self.cache.static:
+                    shape = (*shape[:3], "keys")  # a window is as long as the cache's layer, or as a prompt beyond it
                 parts.append((leaf.dtype, leaf.device.type, shape, leaf.requires_grad))
             else:
                 parts.append((type(leaf).__name__, repr(leaf)))
