@@ -34,8 +34,7 @@ class Call:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes that may be symbols of a graph."""
-        past = () if self.cache is None else self.cache.lengths
-        return {"batch": self.batch, "sequence": self.sequence} | {f"past{i}": n for i, n in enumerate(past)}
+        return {"batch": self.batch, "sequence": self.sequence} | ({} if self.cache is None else self.cache.sizes)
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -66,7 +65,8 @@ class Call:
         """Shape of an argument with its batch and sequence dims replaced by `symbols`, which has a value per size.
 
         dim 0 is batch and dim 1 sequence where the sizes agree with the token ids'; in a 4-D mask
-        (batch, heads, query, key) the last two dims are sequence. A mask may also be as long as cache and sequence.
+        (batch, heads, query, key) the last two dims are sequence. A mask may also be as long as cache and sequence, or
+        as what a static cache has room for.
         """
         dims = {0: "batch", 1: "sequence"} if tensor.ndim < 4 else {0: "batch", 2: "sequence", 3: "sequence"}
         shape: list[Any] = list(tensor.shape)
@@ -74,9 +74,11 @@ class Call:
             if dim >= tensor.ndim:
                 continue
             size, own = shape[dim], self.sizes[name]
-            past = 0 if self.cache is None else self.cache.total
+            past, capacities = (0, ()) if self.cache is None else (self.cache.total, self.cache.capacities)
             if size == own and (size > 1 or dim == list(dims.values()).index(name)):
                 shape[dim] = symbols[name]
+            elif name == "sequence" and size in capacities:
+                shape[dim] = symbols[f"capacity{capacities.index(size)}"]
             elif past and name == "sequence" and size == past + own:
                 longest = symbols[f"past{self.cache.lengths.index(past)}"]  # type: ignore[union-attr]
                 named = isinstance(symbols[name], str)
@@ -90,6 +92,8 @@ class Call:
             if isinstance(leaf, Tensor):
                 names = {name: name.rstrip("0123456789") for name in self.sizes}
                 shape = self.symbolic_shape(leaf, names)
+                if leaf.ndim == 4 and isinstance(shape[3], str) and self.cache is not None and self.cache.static:
+                    shape = (*shape[:3], "keys")  # a window is as long as the cache's layer, or as a prompt beyond it
                 parts.append((leaf.dtype, leaf.device.type, shape, leaf.requires_grad))
             else:
                 parts.append((type(leaf).__name__, repr(leaf)))

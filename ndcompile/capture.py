@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ndcompile.caches import CacheUpdate, traced_update
+from ndcompile.cache_update import CacheUpdate, traced_update
 from ndcompile.call import Call
 from ndcompile.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
 from ndcompile.parameter_writes import ParameterWrite
@@ -28,7 +28,7 @@ from ndcompile.torch_private import (
     ShapeEnv,
 )
 from ndcompile.trace_graph import named_modules, trace
-from ndcompile.transformers_private import marked_auxiliary_loss, unpacked_positions
+from ndcompile.transformers_private import grouped_heads, marked_auxiliary_loss, unpacked_positions
 
 
 @dataclass
@@ -66,10 +66,12 @@ class Captured:
 
     @property
     def cache_nodes(self) -> dict[str, fx.Node]:
-        """The tensors of the cache that the graph returns, by path."""
+        """The tensors of the cache, by path: those that the graph takes, or returns in their places."""
         outputs: Any = self.module.graph.output_node().args[0]
         paths = [] if self.cache is None else self.cache.outputs()
-        return dict(zip(paths, outputs[self.returned :], strict=True))
+        given = {n.meta["input"].name: n for n in self.placeholders if n.meta["input"].kind in (CACHE, VARYING_CACHE)}
+        given = {path: node for path, node in given.items() if isinstance(node.meta["val"], Tensor)}
+        return given | dict(zip(paths, outputs[self.returned :], strict=True))
 
     def serves(self, call: Call) -> bool:
         """Whether what was assumed of the symbolic sizes while tracing and compiling holds for the sizes of `call`."""
@@ -119,16 +121,18 @@ def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool, growing
         output, cache, cached = _run(shadow, call, inputs, flat)
         leaves, spec = pytree.tree_flatten(output, is_leaf=lambda leaf: leaf is cache and cache is not None)
         place = next((number for number, leaf in enumerate(leaves) if cache is not None and leaf is cache), None)
-        update, kept = (None, []) if cache is None else traced_update(cache, cached)
+        update, kept = (None, []) if cache is None else traced_update(cache, call.cache, cached)  # type: ignore[arg-type]
         results.append((spec, update, place))
         return [leaf for number, leaf in enumerate(leaves) if number != place] + list(shadow.dropped.values()) + kept
 
     with ExitStack() as stack:
         stack.enter_context(named_modules(shadow.module))
         stack.enter_context(marked_auxiliary_loss(shadow.module))
+        stack.enter_context(grouped_heads())
         if "position_ids" not in call.names:
             stack.enter_context(unpacked_positions())
         module = trace(program, inputs, fakes, fake_mode, shadow.module)
+    _drop_unread_counts(module.graph)
     spec, update, place = results[-1]
     captured = Captured(module, spec, fake_mode, symbols, call.shapes, tuple(shadow.dropped), update, place)
     module.graph.output_node().meta["returned"] = captured.returned
@@ -156,7 +160,7 @@ def _run(shadow: Shadow, call: Call, inputs: Sequence[GraphInput], flat: Sequenc
     keywords = call.with_tensors(arguments)
     if call.cache is None:
         return shadow.module(**keywords), None, cached
-    cache = call.cache.copy_with(cached)
+    cache = call.cache.copy_with(cached, shadow.device)
     return shadow.module(**keywords, **{call.cache.name: cache}), cache, cached
 
 
@@ -181,15 +185,13 @@ def state_inputs(shadow: Shadow, model: nn.Module, fake_mode: FakeTensorMode) ->
 
 
 def _symbols(fake_mode: FakeTensorMode, call: Call, dynamic: bool, growing: bool) -> dict[str, Any]:
-    """Batch, sequence and lengths of the cache: numbers, or symbols whose hints are distinct and above 1, so that none
-    is specialised. One token behind a cache stays a number: masks depend on it."""
+    """Batch, sequence and sizes of the cache: numbers, or symbols whose hints are distinct and above 1, so that none is
+    specialised."""
     env: Any = fake_mode.shape_env
     symbols: dict[str, Any] = {}
     hints: set[int] = set()
     for name, size in call.sizes.items():
-        past = name not in ("batch", "sequence")
-        one_more = name == "sequence" and size == 1 and call.cache is not None and bool(call.cache.lengths)
-        if not (growing if past else dynamic) or one_more:
+        if not _varies(name, size, call, dynamic, growing):
             symbols[name] = size
             continue
         hint = max(size, 2)
@@ -200,3 +202,20 @@ def _symbols(fake_mode: FakeTensorMode, call: Call, dynamic: bool, growing: bool
         created = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         symbols[name] = env.create_symintnode(created, hint=hint, source=source)
     return symbols
+
+
+def _varies(name: str, size: int, call: Call, dynamic: bool, growing: bool) -> bool:
+    """Whether a size is a symbol. One token behind a cache stays a number: masks depend on it. So do batch and capacity
+    of a static cache, whose shapes are fixed; what it counts as numbers would be another graph every token."""
+    static = call.cache is not None and call.cache.static
+    kind = name.rstrip("0123456789")
+    if kind == "sequence" and size == 1 and call.cache is not None and call.cache.holds_tensors:
+        return False
+    return {"batch": dynamic and not static, "sequence": dynamic, "past": growing or static, "capacity": False}[kind]
+
+
+def _drop_unread_counts(graph: fx.Graph) -> None:
+    """Counts that only decided which branch the trace took are no inputs, so that a graph has no sizes that change."""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["input"].kind == CACHE and not isinstance(node.meta["val"], Tensor) and not node.users:
+            graph.erase_node(node)

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
-from ndcompile.caches import CacheShards
+from ndcompile.caches import CacheShards, CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
+from ndcompile.cuda_graphs import Recorded, fixed_inputs
 from ndcompile.errors import AgreementError, NdcompileError, RoutingError
-from ndcompile.graph_input import BUFFER, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
+from ndcompile.graph_input import BUFFER, CACHE, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
 from ndcompile.loader import (
     LoadReport,
     Peers,
@@ -45,13 +48,14 @@ from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
 from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
+from ndcompile.replay import Replay
 from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, describe, model_state
+from ndcompile.static_caches import CacheMemory, KeptCache, cache_shards, refuse_gradients
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
-from ndcompile.type_inference import varying_over_tp
 
 
 @dataclass
@@ -92,8 +96,10 @@ class CompiledModel:
         disabled: frozenset[str],
         loss_only: bool,
         verify: str = "error",
+        cuda_graphs: bool = False,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
+        self.cuda_graphs, self.kept_cache = cuda_graphs, KeptCache()
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
@@ -104,6 +110,8 @@ class CompiledModel:
         self.agreement = Agreement(mesh)
         self.signatures: dict[object, Signature] = {}
         self.coordinates = {name: torch.tensor(axis.coordinate, device=mesh.device) for name, axis in mesh.axes.items()}
+        self.repeats, self.replay = False, cast("Replay | None", None)
+        self.cache_memory: dict[object, CacheMemory] = {}
         self.dropped: dict[str, Tensor] = {}
         self.seed: int | None = None
         self.random_steps = self.checked_steps = self.loads = self.saves = self.generations = 0
@@ -158,38 +166,64 @@ class CompiledModel:
         return targets + buffer_targets(self.model, mesh_shape, coordinate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replay is not None and not args and (inputs := self.replay.again(kwargs)) is not None:
+            return self._returned(self.replay.program, self._run(self.replay.program, inputs), self.replay.cache)
         call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
         self.store.current()
+        if call.cache is not None and call.cache.static:
+            call = replace(call, cache=self._with_memory(call, call.cache))
         program = self._program(call)
         if self.checks_every_input:
             self.checked_steps += 1
             self.agreement.same_inputs(f"step{self.checked_steps}", call.named_tensors, 0)
         captured = program.captured
-        outputs = self.run(program, call.tensors, [] if call.cache is None else call.cache.values)
-        seen = captured.returned - len(captured.counted)
-        self.dropped = dict(zip(captured.counted, outputs[seen : captured.returned], strict=True))
-        returned = outputs[:seen]
+        inputs = self._ready(program, call.tensors, {} if call.cache is None else call.cache.named_values)
+        began = call.cache is not None and call.cache.empty  # another program than behind tokens
+        outputs = self._run(program, inputs)
         if call.cache is not None and captured.cache is not None:
             captured.cache.apply(call.cache, outputs[captured.returned :], partial(captured.evaluate, sizes=call.sizes))
             captured.cache.mark(call.cache.cache, program.shards)
-            if captured.cache_leaf is not None:
-                returned.insert(captured.cache_leaf, call.cache.cache)
+        if self.repeats and not args and not self.checks_every_input and not began:
+            self.replay = Replay.of(program, program.inputs, inputs, kwargs)
+        return self._returned(program, outputs, None if call.cache is None else call.cache.cache)
+
+    def _returned(self, program: Program, outputs: list[Any], cache: Cache | None) -> Any:
+        """The model's output class around what its program returned; `cache` is the caller's."""
+        captured = program.captured
+        seen = captured.returned - len(captured.counted)
+        self.dropped = dict(zip(captured.counted, outputs[seen : captured.returned], strict=True))
+        returned = outputs[:seen]
+        if captured.cache_leaf is not None:
+            returned.insert(captured.cache_leaf, cache)
         output = pytree.tree_unflatten(returned, captured.output_spec)
         if self.loss_only:
             explain_logits(output)
         return output
 
-    def run(self, program: Program, arguments: Sequence[Any], cached: Sequence[Any] = ()) -> list[Any]:
-        """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on a cache."""
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """While active, neither the model nor its modes change from call to call, see `ndcompile.replay`."""
+        self.repeats = True
+        try:
+            yield
+        finally:
+            self.repeats, self.replay = False, None
+
+    def run(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any] | None = None) -> list[Any]:
+        """Run a program on the caller's tensors (and sizes), in the order of its argument inputs, and on what a cache
+        holds, by path."""
+        return self._run(program, self._ready(program, arguments, cached or {}))
+
+    def _ready(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any]) -> list[Any]:
+        """The program's inputs, after what it writes into parameters."""
         for write in program.captured.parameter_writes:
             write(self.store.local_tensor(write.fqn))
-        inputs = self._inputs(program, [*arguments, *cached])
-        with no_autocast():
-            return list(self._run(program, inputs))
+        return self._inputs(program, arguments, cached)
 
-    def _run(self, program: Program, inputs: list[Any]) -> Sequence[Any]:
+    def _run(self, program: Program, inputs: list[Any]) -> list[Any]:
         try:
-            return program.run(*inputs)
+            with no_autocast():
+                return list(program.run(*inputs))
         except RoutingError as error:
             self.agreement.give_up(f"rank {dist.get_rank()}: {error}", error)
         except RuntimeError as error:  # a lost connection, if a rank gave up
@@ -254,7 +288,11 @@ class CompiledModel:
         run_passes(captured, self.pass_context(captured, whole), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
-        compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
+        what = f"{type(self.model).__name__}, {sizes[0].lower()}{sizes[1:]}"
+        fixed = fixed_inputs(captured, self.mesh.device, what) if self.cuda_graphs else None
+        compile = partial(
+            lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled, fixed_inputs=fixed
+        )
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
             if lines != signature.collectives:
@@ -267,22 +305,25 @@ class CompiledModel:
             self.agreement.same(f"capture{self.agreement.captures}/collectives", lines, "their collectives")
             signature.collectives = lines
             run, graphs = self.agreement.compile_once(compile) if self.backend == "inductor" else compile()
+        run = run if fixed is None else Recorded(run, what)
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
-        return Program(captured, run, graphs, inputs, self._cache_shards(captured, whole), seconds)
+        return Program(captured, run, graphs, inputs, cache_shards(captured, whole, self.plan, self.mesh), seconds)
 
-    def _cache_shards(self, captured: Captured, whole: Callable[[], Captured] | None) -> CacheShards:
-        """What the tensors of the cache are of the whole ones after this graph."""
-        if captured.cache is None or whole is None or "tp" not in self.mesh.axes:
-            return CacheShards()
-        varying = varying_over_tp(captured.module.graph, self.plan, self.mesh.axes["tp"].group)
-        nodes = captured.cache_nodes
-        kept = [node.meta["input"].name for node in captured.placeholders if node.meta["input"].kind == VARYING_CACHE]
-        return CacheShards.between(
-            frozenset([*kept, *(path for path, node in nodes.items() if node in varying)]),
-            {path: node.meta["val"] for path, node in nodes.items()},
-            {path: node.meta["val"] for path, node in whole().cache_nodes.items()},
-        )
+    def _with_memory(self, call: Call, cache: CacheState) -> CacheState:
+        """A static cache whose layers have tensors, of this rank's heads. A new one is given them: what they are says a
+        capture of the call, in which the layers allocate them."""
+        refuse_gradients(self.model)
+        if cache.holds_tensors:
+            return cache
+        key = (call.key(), model_state(self.model))
+        if key not in self.cache_memory:
+            with self.agreement.step(f"capture{self.agreement.captures}"), no_inference_mode():
+                captured = capture(self.shadow, self.model, call, False)
+                shards = cache_shards(captured, self.whole_capture(call, False), self.plan, self.mesh)
+            self.cache_memory[key] = CacheMemory.of(captured.cache_nodes, shards)
+        self.cache_memory[key].allocate(cache.cache, call.batch, self.mesh.device)
+        return read_cache(cache.cache, cache.name)
 
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
@@ -313,7 +354,7 @@ class CompiledModel:
         call = call if call.cache is None else replace(call, cache=call.cache.whole())
         return cache(partial(capture, self.whole, self.model, call, dynamic, growing=self.dynamic is not False))
 
-    def _inputs(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
+    def _inputs(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any]) -> list[Any]:
         """The graph's inputs in order."""
         consumer = self.accumulation.consumer()
         parameters = iter(self.store.local_tensors(None if consumer is None else consumer.consumed))
@@ -331,6 +372,8 @@ class CompiledModel:
                 inputs.append(held[spec.name])
             elif spec.kind == SEEDS:
                 inputs.append(self._next_seeds())
+            elif spec.kind in (CACHE, VARYING_CACHE):
+                inputs.append(self._argument(spec.name, cached[spec.name]))
             else:
                 inputs.append(self._argument(spec.name, next(given)))
         return inputs

@@ -49,6 +49,7 @@ def compile(
     expert_capacity: float | None = None,
     loss_only: bool = False,
     verify: str = "error",
+    cuda_graphs: bool = False,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -73,6 +74,9 @@ def compile(
         raises UnsupportedError when it is used; a call without labels returns logits as ever.
     verify: "error" raises VerifyError at the first call for a graph that is not proven to compute what the model does
         without tp, see docs/proof.md; "warn" logs what is not proven; "off" leaves the proof out.
+    cuda_graphs: record programs of inference whose shapes are fixed, such as a token behind a static cache, as CUDA
+        graphs, which are replayed without Python launching kernels. The log `ndcompile.cuda_graphs` warns of a program
+        that cannot be recorded, and says why. Needs the backend "inductor".
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -90,6 +94,7 @@ def compile(
         expert_capacity,
         loss_only,
         verify,
+        cuda_graphs,
     )
     compiled.bind()
     model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
@@ -303,10 +308,13 @@ def _shard(
     expert_capacity: float | None,
     loss_only: bool = False,
     verify: str = "error",
+    cuda_graphs: bool = False,
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
+    if cuda_graphs and backend != "inductor":
+        raise ValueError(f'cuda_graphs=True needs backend="inductor", which records them; it is {backend!r}.')
     check_disabled(disable_passes)
     check_mode(verify)
     check_model(model)
@@ -328,6 +336,7 @@ def _shard(
         disabled=frozenset(disable_passes),
         loss_only=loss_only,
         verify=verify,
+        cuda_graphs=cuda_graphs,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticCache
 
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import UnsupportedError
-from ndcompile.transformers_private import SWITCH_FOR_DECODING
+from ndcompile.transformers_private import PREPARE_STATIC_CACHE, STATIC_CACHE_SHAPE, SWITCH_FOR_DECODING
 
 
 def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
@@ -44,8 +45,29 @@ def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
     kwargs.setdefault("disable_compile", True)  # transformers would compile the compiled forward again
     with compiled.agreement.step(step):
         compiled.agreement.same_inputs(f"{step}/prompts", tensors, 0)
-        with _one_random_stream(compiled, f"{step}/random"), _left_alone(model):
+        returned = kwargs.get("return_dict_in_generate", config.return_dict_in_generate)  # the cache with it
+        kept = nullcontext() if returned or not compiled.cuda_graphs else _kept_cache(compiled)
+        with _one_random_stream(compiled, f"{step}/random"), _left_alone(model), kept, compiled.repeating():
             return method(model, *args, **kwargs)
+
+
+@contextmanager
+def _kept_cache(compiled: CompiledModel) -> Iterator[None]:
+    """While active, transformers' loop uses the static cache of the last time, if it needs the same one."""
+    model = compiled.model
+    original = getattr(model, PREPARE_STATIC_CACHE)
+
+    def prepare(**arguments: Any) -> Any:
+        fresh = original(**arguments)
+        if not isinstance(fresh, StaticCache):
+            return fresh
+        return compiled.kept_cache.instead_of(fresh, arguments["batch_size"], model.dtype)
+
+    setattr(model, PREPARE_STATIC_CACHE, prepare)
+    try:
+        yield
+    finally:
+        delattr(model, PREPARE_STATIC_CACHE)
 
 
 @contextmanager
@@ -72,13 +94,16 @@ def _one_random_stream(compiled: CompiledModel, key: str) -> Iterator[None]:
 
 @contextmanager
 def _left_alone(model: Any) -> Iterator[None]:
-    """While active, transformers' loop finds no device map, which refuses Trainer and accelerate, and switches no
-    experts implementation for decoding, which a captured graph could not follow."""
+    """While active, transformers' loop finds no device map, which refuses Trainer and accelerate, switches no experts
+    implementation for decoding, which a captured graph could not follow, and allocates no static cache of all heads."""
     device_map = model.__dict__.pop("hf_device_map", None)
-    setattr(model, SWITCH_FOR_DECODING, nullcontext)
+    replaced = {SWITCH_FOR_DECODING: nullcontext, STATIC_CACHE_SHAPE: lambda: None}
+    for name, method in replaced.items():
+        setattr(model, name, method)
     try:
         yield
     finally:
-        delattr(model, SWITCH_FOR_DECODING)
+        for name in replaced:
+            delattr(model, name)
         if device_map is not None:
             model.hf_device_map = device_map

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ndcompile import cuda_graphs
 from ndcompile.capture import Captured
 from ndcompile.partition import Partitioner, partition_tags
 from ndcompile.schedule import inductor_settings
@@ -35,12 +36,17 @@ _AUTOCAST = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def lower(
-    captured: Captured, backend: str, alike: bool, disabled: Collection[str] = ()
+    captured: Captured,
+    backend: str,
+    alike: bool,
+    disabled: Collection[str] = (),
+    fixed_inputs: Sequence[int] | None = None,
 ) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
     alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
     disabled: passes of `schedule.SCHEDULING` to leave out.
+    fixed_inputs: for a program that inductor records as a CUDA graph, see `cuda_graphs`.
 
     `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
     the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
@@ -59,7 +65,10 @@ def lower(
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
             settings = inductor_settings(disabled) | (KERNELS_ALIKE if alike else {})
-            compiled: Any = compile_fx(module, fakes, config_patches=settings)
+            options: dict[str, Any] = {}
+            if fixed_inputs is not None:
+                settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}
+            compiled: Any = compile_fx(module, fakes, config_patches=settings, **options)
             return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,

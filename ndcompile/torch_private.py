@@ -18,12 +18,13 @@ from torch._C import DisableTorchFunctionSubclass as without_torch_function
 from torch._dynamo import patch_dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
@@ -202,6 +203,11 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
 
 
+def skipped_cuda_graphs() -> int:
+    """How often inductor did not record a CUDA graph that it was to record; its log says why."""
+    return counters["inductor"]["cudagraph_skips"]
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A size, or the number that stands for it while it is traced; no guard is added."""
     return size if isinstance(size, int) else int(size.node.hint)
@@ -247,6 +253,7 @@ __all__ = [
     "aot_autograd",
     "backward_compiled_with_forward",
     "compile_fx",
+    "compile_fx_inner",
     "compiled_frame",
     "compiling",
     "data_as_detached",
@@ -269,6 +276,7 @@ __all__ = [
     "scans_as_operators",
     "select_decomp_table",
     "size_hint",
+    "skipped_cuda_graphs",
     "trace_structured",
     "tracing",
     "two_dimensional_grid",

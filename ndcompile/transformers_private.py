@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.fx.traceback as fx_traceback
+import transformers.integrations.sdpa_attention as sdpa_attention
 import transformers.masking_utils as masking_utils
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping  # transformers 5.24
@@ -27,13 +28,19 @@ __all__ = [
     "AUXILIARY_LOSS",
     "CACHE_COUNTS",
     "CACHE_LENGTHS",
+    "CACHE_MEMORY",
     "CACHE_NAMES",
+    "CACHE_SIZES",
+    "PREPARE_STATIC_CACHE",
+    "SEEN_TOKENS",
+    "STATIC_CACHE_SHAPE",
     "SWITCH_FOR_DECODING",
     "LoadStateDictInfo",
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",
     "get_model_conversion_mapping",
+    "grouped_heads",
     "guard_torch_init_functions",
     "log_state_dict_report",
     "marked_auxiliary_loss",
@@ -51,8 +58,21 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """What forwards call their key-value cache; 5.24 has the first name, and takes the others for a while."""
 CACHE_LENGTHS = {"keys": 2, "values": 2, "indexer_keys": 1}
 """Attributes of a cache's layers -> the dim that grows with every token. 5.24."""
-CACHE_COUNTS = ("cumulative_length",)
+CACHE_COUNTS = ("cumulative_length", "cumulative_length_int")
 """Attributes of a cache's layers that count, as Python numbers, the tokens that a layer has seen. 5.24."""
+CACHE_SIZES = {"batch_size": "batch", "max_cache_len": "capacity", "_is_croppable": "capacity"}
+"""Attributes of a static cache's layers that follow from a size -> its name. `max_cache_len` is the capacity. 5.24."""
+CACHE_MEMORY = {"lazy_initialization": ("keys", "values"), "lazy_initialization_indexer": ("indexer_keys",)}
+"""Methods of a static cache's layers that allocate tensors, for states without tokens -> the tensors' names. 5.24."""
+SEEN_TOKENS = "get_seq_length"
+"""Method of a cache's layers: how many tokens a layer has seen; of a static one a tensor. 5.24."""
+
+PREPARE_STATIC_CACHE = "_prepare_static_cache"
+"""Method of a model: the cache of a `generate` with cache_implementation="static", called with keywords. 5.24."""
+
+STATIC_CACHE_SHAPE = "_get_static_cache_init_shape"
+"""Method of a model: heads and width by which `generate` allocates a static cache before chunks of a prompt; with None
+the first call allocates it. 5.24."""
 
 SWITCH_FOR_DECODING = "_optimize_model_for_decode"
 """Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""
@@ -95,3 +115,18 @@ def unpacked_positions() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def grouped_heads() -> Iterator[None]:
+    """While active, a single token attends to the keys and values as they are, one head for a group of query heads.
+
+    transformers does so in eager mode; when it is compiled it repeats keys and values for every query head first, a
+    copy of the whole cache every token. transformers 5.24.
+    """
+    original = sdpa_attention.is_torchdynamo_compiling
+    sdpa_attention.is_torchdynamo_compiling = lambda: False
+    try:
+        yield
+    finally:
+        sdpa_attention.is_torchdynamo_compiling = original

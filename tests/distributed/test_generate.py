@@ -127,13 +127,13 @@ def _no_cache():
     model.generate(models.token_ids(2, 6), max_new_tokens=2, use_cache=False)
 
 
-def _static_cache():
+def _offloaded_cache():
     model = ndcompile.compile(models.build("llama", **TWO), workers.mesh(TP2), backend="eager").eval()
-    model.generate(models.token_ids(2, 6), max_new_tokens=2, use_cache=True, cache_implementation="static")
+    model.generate(models.token_ids(2, 6), max_new_tokens=2, use_cache=True, cache_implementation="offloaded")
 
 
 MISTAKES = {
-    _static_cache: "generate without cache_implementation",
+    _offloaded_cache: "is an offloaded cache",
     _no_cache: "Use the cache",
     _other_prompts: "of one tp group were given different values of inputs",
     _foreign_cache: "Start with an empty cache",
