@@ -21,9 +21,10 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
 from ndcompile.expert_plan import ExpertPlan, check_expert_styles, plan_experts
-from ndcompile.styles import EXPERT_STYLES, STYLES
+from ndcompile.own_rules import local_counts, split_rules
+from ndcompile.styles import EXPERT_STYLES, LOCAL_COUNT, STYLES
 from ndcompile.torch_private import StridedShard
-from ndcompile.user_plan import resolve_user_plan
+from ndcompile.user_plan import expand_rules, resolve_user_plan
 
 KEEP, FREE = "keep_full_weight", "free_full_weight"
 
@@ -86,7 +87,10 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table."""
+    """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table.
+
+    local_counts: FQNs of the integer attributes of which a rank's code sees its share, see `own_rules`.
+    """
 
     model: str
     sizes: Mapping[str, int]
@@ -95,6 +99,7 @@ class ShardingPlan:
     mixed_precision: bool = False
     experts: tuple[ExpertPlan, ...] = ()
     sequence_parallel: bool = False
+    local_counts: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -143,9 +148,10 @@ def build_plan(
         ModulePlan(fqn, tp_styles[fqn]) for fqn, _ in model.named_modules() if fqn in tp_styles and sizes["tp"] > 1
     )
     check_heads(model, tp_styles, sizes["tp"])
+    counts = local_counts(model, config.tp_plan, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
     by_sequence = bool(config.enable_sequence_parallel) and sizes["tp"] > 1
-    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence)
+    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence, counts)
 
 
 def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:
@@ -183,15 +189,19 @@ def _resolve(
             f"{name} has no tensor-parallel plan, but tp={tp}. Pass a plan, DistributedConfig(tp_plan={{'layers.*...': "
             "'colwise', ...}), or use fsdp only."
         )
-    if isinstance(config.tp_plan, dict) and (unknown := set(config.tp_plan.values()) - set(STYLES)):
-        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known styles: {sorted(STYLES)}.")
+    given, own = split_rules(config.tp_plan)
+    if isinstance(given, dict) and (unknown := set(given.values()) - set(STYLES)):
+        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known: {sorted([*STYLES, LOCAL_COUNT])}.")
     if ep > 1 and not model.ep_plan and not config.ep_plan:
         raise PlanError(
             f"{name} has no expert-parallel plan, but ep={ep}. Legal: ep_size=1, or an ep_plan, "
             "DistributedConfig(ep_plan={'layers.*.mlp.experts': 'ep_dispatch_experts', "
             "'layers.*.mlp.experts.gate_up_proj': 'grouped_gemm', ...})."
         )
-    config = dataclasses.replace(config, enable_expert_parallel=False)
+    only_own = bool(own) and not given
+    if only_own:
+        given = None if model.tp_plan else {}
+    config = dataclasses.replace(config, enable_expert_parallel=False, tp_plan=given)
     # Set, not replaced: transformers refuses a tp_size without rules, which an empty tp_plan (experts only) asks for.
     config.tp_size = 1 if config.tp_plan == {} else tp
     config.ep_size, config.fsdp_size, config.dp_replicate_size = ep, sizes["fsdp"], sizes["dp_replicate"]
@@ -200,9 +210,10 @@ def _resolve(
     except ValueError as error:
         raise PlanError(f"The plan of {name} cannot be resolved: {error}") from error
     # Some ep plans have rules for dense layers. Their ranks must share a batch: those of tp do.
+    tp_styles |= expand_rules(model, own, "tp_plan", STYLES) if tp > 1 else {}
     tp_styles |= {fqn: style for fqn, style in ep_styles.items() if style not in EXPERT_STYLES and tp > 1}
     ep_styles = {fqn: style for fqn, style in ep_styles.items() if style in EXPERT_STYLES}
-    if tp > 1 and config.tp_plan != {} and not tp_styles:
+    if tp > 1 and (config.tp_plan != {} or only_own) and not tp_styles:
         raise PlanError(f"No rule of the tp_plan {model.tp_plan} matches a module or parameter of {name}.")
     if unknown := set(tp_styles.values()) - set(STYLES):
         raise PlanError(f"The tp_plan of {name} names unknown styles {sorted(unknown)}. Known: {sorted(STYLES)}.")

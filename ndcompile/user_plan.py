@@ -9,6 +9,7 @@ from torch import nn
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
+from ndcompile.own_rules import split_rules
 from ndcompile.styles import STYLES
 
 FSDP_STYLES = ("free_full_weight", "keep_full_weight")
@@ -29,21 +30,25 @@ def resolve_user_plan(
         raise PlanError(
             f"ep={sizes['ep']}, but {name} is no transformers model: how its experts get tokens is unknown."
         )
-    tp_rules = config.tp_plan if isinstance(config.tp_plan, dict) else {}
+    given, own = split_rules(config.tp_plan)
+    tp_rules = {**given, **own} if isinstance(given, dict) else {}
     if sizes["tp"] > 1 and not tp_rules:
         raise PlanError(
             f"tp={sizes['tp']}, but {name} is no transformers model and has no plan. Pass one: "
             "DistributedConfig(tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})."
         )
-    tp_styles = _expand(model, tp_rules, "tp_plan", STYLES) if sizes["tp"] > 1 else {}
+    tp_styles = expand_rules(model, tp_rules, "tp_plan", STYLES) if sizes["tp"] > 1 else {}
     rules = config.fsdp_plan if isinstance(config.fsdp_plan, dict) else _layers(model)
     modules = {fqn for fqn, _ in model.named_modules()}
-    fsdp_styles = _expand(model, rules, "fsdp_plan", FSDP_STYLES)
+    fsdp_styles = expand_rules(model, rules, "fsdp_plan", FSDP_STYLES)
     return tp_styles, {}, {fqn: style for fqn, style in fsdp_styles.items() if fqn in modules}
 
 
-def _expand(model: nn.Module, rules: Mapping[str, str], plan: str, known: Collection[str]) -> dict[str, str]:
-    """FQN of every module and parameter that a rule names -> style."""
+def expand_rules(model: nn.Module, rules: Mapping[str, str], plan: str, known: Collection[str]) -> dict[str, str]:
+    """FQN of every module and parameter that a rule names -> style.
+
+    Raises PlanError for styles that are not `known`, and rules that match nothing.
+    """
     if unknown := set(rules.values()) - set(known):
         raise PlanError(f"{plan} names unknown styles {sorted(unknown)}. Known styles: {sorted(known)}.")
     styles: dict[str, str] = {}
