@@ -102,7 +102,7 @@ def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) ->
 
 
 def transposed(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
-    """A Conv1D of transformers is a linear with another layout of its weight; its own forward knows the global width."""
+    """A Conv1D of transformers is a linear with another layout of its weight; its own forward views a global width."""
     _be_conv1d(module)
 
     @functools.wraps(module.forward)

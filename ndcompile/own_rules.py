@@ -1,8 +1,8 @@
 """Rules of a tp_plan that transformers does not know: styles of ours, and counts.
 
-Code of models says `view(batch, length, self.num_heads, head_dim)` or `split(self.split_size)`: it reads an integer that
-counts what tp cuts. A rule `{"layers.*.attn.num_heads": "local_count"}` lets the copy of the model that is traced see a
-rank's share of it. Whether that is right is for the proof to say: the code without tp sees the whole number.
+Code of models says `view(batch, length, self.num_heads, head_dim)` or `split(self.split_size)`: it reads an integer
+that counts what tp cuts. A rule `{"layers.*.attn.num_heads": "local_count"}` lets the copy of the model that is traced
+see a rank's share of it. Whether that is right is for the proof to say: the code without tp sees the whole number.
 """
 
 from __future__ import annotations

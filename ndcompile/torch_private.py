@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -186,8 +187,9 @@ def functions_as_nodes() -> Iterator[None]:
         kind.apply = original
 
 
+@cache
 def _leaf(function: Any) -> Callable[..., Any]:
-    """A graph's target that applies an autograd Function, under its name."""
+    """A graph's target that applies an autograd Function, under its name; the same in every capture."""
 
     def leaf(*args: Any) -> Any:
         return function.apply(*args)
@@ -256,6 +258,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "dynamo_fake_mode",
     "example_of",
+    "fake_tensor",
     "functions_as_nodes",
     "get_hash_for_files",
     "is_checkpoint",

@@ -1,0 +1,106 @@
+"""What may be tried for a pair, the most likely first. All of it is general; whether it is right is for the proof."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ndcompile.derive.dataflow import Pair, features
+from ndcompile.sharding_plan import generic
+from ndcompile.styles import LOCAL_COUNT
+
+Rules = dict[str, str]
+
+COLUMN_STYLES = {
+    ("linear", 1): "colwise",
+    ("linear", 2): "packed_colwise",
+    ("linear", 3): "packed3_colwise",
+    ("transposed", 1): "colwise_transposed",
+    ("transposed", 2): "packed_colwise_transposed",
+    ("transposed", 3): "packed3_colwise_transposed",
+}
+"""(layout of the weight, projections that stand behind each other in it) -> style."""
+ROW_STYLES = {"linear": "rowwise", "transposed": "rowwise_transposed"}
+
+MOST_COUNTS = 4
+"""Of so many integers all choices are tried; of more, those with the smallest values: heads are fewer than widths."""
+
+
+class Modules:
+    """The modules, parameters and integers of a model by their names with `*` for numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.first = {generic(name): module for name, module in reversed(list(model.named_modules()))}
+        self.parameters = {generic(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        self.integers: dict[str, set[int]] = {}
+        for fqn, module in model.named_modules():
+            for name, value in vars(module).items():
+                if type(value) is int:
+                    self.integers.setdefault(generic(f"{fqn}.{name}"), set()).add(value)
+
+    def layout(self, linear: str) -> str:
+        return "transposed" if isinstance(self.first[linear], Conv1D) else "linear"
+
+    def elements(self, linears: Iterable[str]) -> int:
+        """How many numbers their weights hold."""
+        return sum(math.prod(features(self.first[name])) for name in linears)
+
+
+def pair_proposals(pair: Pair, modules: Modules, read: set[str], tp: int) -> Iterator[Rules]:
+    """Rules that make a pair colwise and rowwise.
+
+    Tried are: which of the integers that the code between reads (`read`) count what tp cuts; whether a fused
+    projection's parts stand behind each other, or take turns; whether parameters of the pair's width are cut.
+    """
+    width = features(modules.first[pair.row])[1]
+    between = [
+        name
+        for name in pair.parameters
+        if modules.parameters[name].ndim <= 2 and modules.parameters[name].shape[:1] == (width,)
+    ]
+    fused = {features(modules.first[name])[0] // width for name in pair.columns} & {2, 3}
+    for counts in _subsets(_counts(pair, modules, read, tp)):
+        for parts, cut in itertools.product([*sorted(fused), 1], [True, False] if between else [False]):
+            rules = {name: _column_style(modules, name, width, parts) for name in pair.columns}
+            rules |= dict.fromkeys(between if cut else [], "colwise")
+            rules[pair.row] = ROW_STYLES[modules.layout(pair.row)]
+            yield rules | dict.fromkeys(counts, LOCAL_COUNT)
+
+
+def _column_style(modules: Modules, name: str, width: int, parts: int) -> str:
+    fused = features(modules.first[name])[0] == parts * width
+    return COLUMN_STYLES[modules.layout(name), parts if fused else 1]
+
+
+def _counts(pair: Pair, modules: Modules, read: set[str], tp: int) -> list[str]:
+    """Integers that the code between reads and tp divides in every layer."""
+    names = {name for name in map(generic, read) if name.rpartition(".")[0] in pair.modules}
+    fit = [name for name in names if all(v >= tp and v % tp == 0 for v in modules.integers[name])]
+    return sorted(fit, key=lambda name: (max(modules.integers[name]), name))[:MOST_COUNTS]
+
+
+def _subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
+    for size in range(len(names) + 1):
+        yield from itertools.combinations(names, size)
+
+
+def vocabulary_proposals(model: PreTrainedModel) -> Iterator[Rules]:
+    """Rules that cut the vocabulary of the embedding and of the head; tied ones together."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inputs, outputs = {}, {}
+    if isinstance(embedding, nn.Embedding):
+        inputs = {names[id(embedding)]: "embedding_rowwise"}
+    if isinstance(head, nn.Linear):
+        outputs = {names[id(head)]: "colwise_gather_output"}
+        own = {id(p) for p in head.parameters()}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            owner = name.rpartition(".")[0]
+            if id(p) in own and owner not in {*inputs, *outputs}:
+                outputs[generic(name)] = "colwise"
+    yield from filter(None, [{**inputs, **outputs}, outputs if inputs else {}, inputs if outputs else {}])
