@@ -18,12 +18,22 @@ from ndcompile.styles import LOCAL_COUNT, OWN_STYLES
 
 
 def split_rules(plan: Any) -> tuple[Any, dict[str, str]]:
-    """The part of a config's tp_plan that transformers can resolve, and the rules with styles of ours; counts are in
-    neither. What is no dictionary is left as it is."""
+    """The part of a config's tp_plan that transformers can resolve, and the rules that it cannot: with styles of ours,
+    and for modules of one number, such as the second linear of an nn.Sequential. Counts are in neither. What is no
+    dictionary is left as it is."""
     if not isinstance(plan, dict):
         return plan, {}
-    own = {name: style for name, style in plan.items() if style in OWN_STYLES}
-    return {name: style for name, style in plan.items() if style not in OWN_STYLES | {LOCAL_COUNT}}, own
+    rules = {name: style for name, style in plan.items() if style != LOCAL_COUNT}
+    own = {n: style for n, style in rules.items() if style in OWN_STYLES or re.search(r"(^|\.)\d+(\.|$)", n)}
+    return {name: style for name, style in rules.items() if name not in own}, own
+
+
+def matches(rule: str, name: str) -> bool:
+    """Whether a rule names a module, parameter or attribute: `*` stands for a number."""
+    parts, given = rule.split("."), name.split(".")
+    return len(parts) == len(given) and all(
+        part == other or (part == "*" and other.isdigit()) for part, other in zip(parts, given, strict=True)
+    )
 
 
 def local_counts(model: nn.Module, plan: Any, tp: int) -> tuple[str, ...]:
@@ -36,7 +46,7 @@ def local_counts(model: nn.Module, plan: Any, tp: int) -> tuple[str, ...]:
     for fqn, module in model.named_modules() if rules else ():
         for attribute, value in vars(module).items():
             name = f"{fqn}.{attribute}".lstrip(".")
-            for rule in {name, re.sub(r"\.\d+(?=\.)", ".*", name)} & found.keys():
+            for rule in [rule for rule in found if matches(rule, name)]:
                 if type(value) is not int or value % tp:
                     raise PlanError(f"{name!r} is {value!r}, of which tp={tp} ranks have no equal whole share.")
                 found[rule].append(name)

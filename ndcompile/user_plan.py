@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from torch import nn
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.own_rules import split_rules
+from ndcompile.own_rules import matches, split_rules
 from ndcompile.styles import STYLES
 
 FSDP_STYLES = ("free_full_weight", "keep_full_weight")
@@ -53,13 +52,13 @@ def expand_rules(model: nn.Module, rules: Mapping[str, str], plan: str, known: C
         raise PlanError(f"{plan} names unknown styles {sorted(unknown)}. Known styles: {sorted(known)}.")
     styles: dict[str, str] = {}
     matched: set[str] = set()
+    ordered = sorted(rules, key=lambda rule: rule.count("*"))  # what names one module goes before what names all
     for fqn, module in model.named_modules():
         own = [f"{fqn}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
         for name in (fqn, *own):
-            for rule in (name, _generic(name), fqn, _generic(fqn)):
-                if rule in rules:
-                    matched.add(rule)
-                    styles.setdefault(name, rules[rule])
+            for rule in [rule for target in (name, fqn) for rule in ordered if matches(rule, target)]:
+                matched.add(rule)
+                styles.setdefault(name, rules[rule])
     if unmatched := sorted(set(rules) - matched):
         raise PlanError(f"{plan} keys {unmatched} match no module or parameter of {type(model).__name__}.")
     return styles
@@ -73,8 +72,3 @@ def _layers(model: nn.Module) -> dict[str, str]:
         if isinstance(module, nn.ModuleList)
         for number in range(len(module))
     }
-
-
-def _generic(fqn: str) -> str:
-    """The name with `*` for numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", re.sub(r"^\d+(?=\.|$)", "*", fqn))

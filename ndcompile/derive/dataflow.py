@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ndcompile.graph_input import PARAMETER
-from ndcompile.sharding_plan import generic
 
 EMBEDDING = torch.ops.aten.embedding.default
 
@@ -46,16 +47,30 @@ def find_pairs(graph: fx.Graph, model: nn.Module) -> list[Pair]:
     calls = defaultdict(list)
     for node in graph.nodes:
         calls[module_of(node)].append(node)
+    pattern = partial(pattern_of, model)
     found: dict[tuple[tuple[str, ...], str], Pair] = {}
-    for row in sorted(linears):
-        pair = _pair_before(row, calls, linears)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    for row in sorted(name for name in linears if model.get_submodule(name) is not head):
+        pair = _pair_before(row, calls, linears, pattern)
         if pair is not None:
             key = (pair.columns, pair.row)
             found[key] = pair if key not in found else _joined(found[key], pair)
     return list(found.values())
 
 
-def _pair_before(row: str, calls: Mapping[str, list[fx.Node]], linears: set[str]) -> Pair | None:
+def pattern_of(model: nn.Module, name: str) -> str:
+    """A name with `*` for the numbers of layers; a place in an nn.Sequential is no layer, and stays."""
+    parts = name.split(".")
+    around = [".".join(parts[:place]) for place in range(len(parts))]
+    return ".".join(
+        "*" if part.isdigit() and not isinstance(model.get_submodule(outer), nn.Sequential) else part
+        for part, outer in zip(parts, around, strict=True)
+    )
+
+
+def _pair_before(
+    row: str, calls: Mapping[str, list[fx.Node]], linears: set[str], pattern: Callable[[str], str]
+) -> Pair | None:
     """Walk back from a linear's inputs to the linears before it. None where there are none in its layer, and where the
     walk comes to an embedding: then `row` reads the residual stream."""
     columns, parameters, modules = set(), set(), set()
@@ -80,16 +95,13 @@ def _pair_before(row: str, calls: Mapping[str, list[fx.Node]], linears: set[str]
         return None
     between = {name for name in parameters if name.rpartition(".")[0] not in linears}
     modules |= {name.rpartition(".")[0] for name in (row, *columns)}
-    return Pair(_generic(columns), generic(row), _generic(between), _generic(modules))
+    all_of = lambda names: tuple(sorted({pattern(name) for name in names}))  # noqa: E731
+    return Pair(all_of(columns), pattern(row), all_of(between), all_of(modules))
 
 
 def _joined(pair: Pair, other: Pair) -> Pair:
     parameters, modules = {*pair.parameters, *other.parameters}, {*pair.modules, *other.modules}
     return Pair(pair.columns, pair.row, tuple(sorted(parameters)), tuple(sorted(modules)))
-
-
-def _generic(names: set[str]) -> tuple[str, ...]:
-    return tuple(sorted({generic(name) for name in names}))
 
 
 def _layer(name: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ndcompile.derive.dataflow import Pair, features
-from ndcompile.sharding_plan import generic
+from ndcompile.derive.dataflow import Pair, features, pattern_of
 from ndcompile.styles import LOCAL_COUNT
 
 Rules = dict[str, str]
@@ -35,13 +35,14 @@ class Modules:
     """The modules, parameters and integers of a model by their names with `*` for numbers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.first = {generic(name): module for name, module in reversed(list(model.named_modules()))}
-        self.parameters = {generic(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        self.pattern = partial(pattern_of, model)
+        self.first = {self.pattern(name): module for name, module in reversed(list(model.named_modules()))}
+        self.parameters = {self.pattern(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         self.integers: dict[str, set[int]] = {}
         for fqn, module in model.named_modules():
             for name, value in vars(module).items():
                 if type(value) is int:
-                    self.integers.setdefault(generic(f"{fqn}.{name}"), set()).add(value)
+                    self.integers.setdefault(f"{self.pattern(fqn)}.{name}", set()).add(value)
 
     def layout(self, linear: str) -> str:
         return "transposed" if isinstance(self.first[linear], Conv1D) else "linear"
@@ -79,7 +80,7 @@ def _column_style(modules: Modules, name: str, width: int, parts: int) -> str:
 
 def _counts(pair: Pair, modules: Modules, read: set[str], tp: int) -> list[str]:
     """Integers that the code between reads and tp divides in every layer."""
-    names = {name for name in map(generic, read) if name.rpartition(".")[0] in pair.modules}
+    names = {name for name in map(modules.pattern, read) if name.rpartition(".")[0] in pair.modules}
     fit = [name for name in names if all(v >= tp and v % tp == 0 for v in modules.integers[name])]
     return sorted(fit, key=lambda name: (max(modules.integers[name]), name))[:MOST_COUNTS]
 
@@ -91,16 +92,17 @@ def _subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
 
 def vocabulary_proposals(model: PreTrainedModel) -> Iterator[Rules]:
     """Rules that cut the vocabulary of the embedding and of the head; tied ones together."""
+    pattern = partial(pattern_of, model)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     inputs, outputs = {}, {}
     if isinstance(embedding, nn.Embedding):
-        inputs = {names[id(embedding)]: "embedding_rowwise"}
+        inputs = {pattern(names[id(embedding)]): "embedding_rowwise"}
     if isinstance(head, nn.Linear):
-        outputs = {names[id(head)]: "colwise_gather_output"}
+        outputs = {pattern(names[id(head)]): "colwise_gather_output"}
         own = {id(p) for p in head.parameters()}
         for name, p in model.named_parameters(remove_duplicate=False):
-            owner = name.rpartition(".")[0]
+            owner = pattern(name.rpartition(".")[0])
             if id(p) in own and owner not in {*inputs, *outputs}:
-                outputs[generic(name)] = "colwise"
+                outputs[pattern(name)] = "colwise"
     yield from filter(None, [{**inputs, **outputs}, outputs if inputs else {}, inputs if outputs else {}])
