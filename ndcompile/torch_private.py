@@ -196,7 +196,13 @@ def _leaf(function: Any) -> Callable[..., Any]:
 
     leaf.__name__ = leaf.__qualname__ = function.__name__
     leaf.__module__ = function.__module__
+    leaf.applies = function  # type: ignore[attr-defined]
     return leaf
+
+
+def autograd_function_of(target: Any) -> Any:
+    """The autograd Function that a node with this target applies, see `functions_as_nodes`; None for other targets."""
+    return getattr(target, "applies", None)
 
 
 def backward_compiled_with_forward() -> AbstractContextManager[None]:
@@ -247,6 +253,7 @@ __all__ = [
     "StridedShard",
     "TracingContext",
     "aot_autograd",
+    "autograd_function_of",
     "backward_compiled_with_forward",
     "compile_fx",
     "compiled_frame",
