@@ -50,9 +50,14 @@ def judge(model_type: str, pool: Pool, folder: Path) -> dict[str, Any]:
     line: dict[str, Any] = {"model_type": model_type}
     try:
         found = derive(zoo.on_meta(model_type), 2)
-    except NdcompileError as error:
+    except Exception as error:  # a fault of ours is a line of the table too
         first, *rest = str(error).splitlines()
-        return line | {"result": "not derived", "why": " ".join([first, *rest[:4]]), "seconds": _since(started)}
+        known = isinstance(error, NdcompileError)
+        return line | {
+            "result": "not derived" if known else "error",
+            "why": " ".join([first, *rest[:4]]),
+            "seconds": _since(started),
+        }
     line |= {"plan": dict(found.rules), "sharded": round(found.sharded, 3), "refused": dict(found.refused)}
     line |= {"seconds": _since(started)}
     case = ZooCase(model_type, "tp2", backend="eager", plan=dict(found.rules))

@@ -8,9 +8,10 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,10 +149,21 @@ class _Search:
             graph, read = self._prepare()
             modules = Modules(self.model)
             pairs = find_pairs(graph, self.model)
-            for pair in sorted(pairs, key=lambda pair: -modules.elements([*pair.columns, pair.row])):
-                if self.taken.isdisjoint((*pair.columns, pair.row)):
-                    self._accept(pair.row, pair_proposals(pair, modules, read, self.tp))
-            self._accept("vocabulary", vocabulary_proposals(self.model))
+            pairs.sort(key=lambda pair: -modules.elements([*pair.columns, pair.row]))
+            proposals = {pair.row: list(pair_proposals(pair, modules, read, self.tp)) for pair in pairs}
+            proposals["vocabulary"] = list(vocabulary_proposals(self.model))
+            if not self._accept("all", [self._first_of_each(proposals)]):
+                self.refused.pop("all", None)
+                for name, listed in proposals.items():
+                    self._accept(name, listed)
+
+    def _first_of_each(self, proposals: Mapping[str, Sequence[Rules]]) -> Rules:
+        """The likeliest rules of all that do not contradict each other: for most models they are right at once."""
+        rules: Rules = {}
+        for listed in proposals.values():
+            if listed and self.taken.isdisjoint(listed[0]) and rules.keys().isdisjoint(listed[0]):
+                rules |= listed[0]
+        return rules
 
     @property
     def taken(self) -> set[str]:
@@ -182,8 +194,8 @@ class _Search:
         with watched_integers(shadow.module) as read:
             return capture(shadow, self.model, self.call, dynamic=False).module.graph, read
 
-    def _accept(self, name: str, proposals: Iterable[Rules]) -> None:
-        """Add the first proposal that is proven beside what is accepted already."""
+    def _accept(self, name: str, proposals: Sequence[Rules]) -> bool:
+        """Add the first proposal that is proven beside what is accepted already; whether there is one."""
         reasons: list[NdcompileError] = []
         for rules in proposals:
             if not self.taken.isdisjoint(rules):
@@ -195,9 +207,10 @@ class _Search:
                 reasons.append(error)
                 continue
             self.rules |= rules
-            return
+            return True
         if reasons:  # of the proposal that came furthest
             self.refused[name] = str(max(reasons, key=lambda e: PROGRESS.index(type(e)))).splitlines()[0]
+        return False
 
     def _prove(self, rules: Rules) -> str:
         """What is proven of the model under `rules`. Raises what compiling and the first call would."""
@@ -206,6 +219,7 @@ class _Search:
         captured = capture(Shadow(self.model, plan, mesh), self.model, self.call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in plan.parameters}
 
+        @cache
         def without_tp() -> fx.Graph:
             return capture(Shadow(self.model, *unsharded(plan, mesh)), self.model, self.call, False).module.graph
 
