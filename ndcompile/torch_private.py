@@ -212,8 +212,17 @@ def backward_compiled_with_forward() -> AbstractContextManager[None]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or the number that stands for it while it is traced; no guard is added."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size, or the number that stands for it while it is traced; no guard is added.
+
+    A size that depends on values has none: large odd numbers stand for those, so that no two are taken for one.
+    """
+    if isinstance(size, int):
+        return size
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    expression = size.node.expr
+    numbers = {symbol: 100_003 + 2 * int(str(symbol).strip("zus")) for symbol in expression.free_symbols}
+    return int(expression.subs(numbers))
 
 
 def two_dimensional_grid(columns: int, rows: int) -> tuple[int, int, int]:
