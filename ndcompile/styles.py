@@ -115,6 +115,7 @@ STYLES: dict[str, Style] = {
     "colwise_transposed": Style(last_dim, enter=INTO_SHARDS, local="transposed"),
     "packed_colwise_transposed": Style(parts_of_last_dim(2), enter=INTO_SHARDS, local="transposed"),
     "packed3_colwise_transposed": Style(parts_of_last_dim(3), enter=INTO_SHARDS, local="transposed"),
+    "first_dim": Style(vocabulary),
     "rowwise_transposed": Style(first_dim, leave=SUM, local="transposed_rowwise"),
 }
 
@@ -122,9 +123,9 @@ EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
 """Styles of an ep_plan: whole experts on a rank (dim 0 of their weights over ep), and the module whose tokens are
 exchanged, see `expert_exchange`. transformers/distributed/expert_parallel.py"""
 
-OWN_STYLES = {name for name in STYLES if name.startswith("packed3") or name.endswith("_transposed")}
-"""Styles that transformers does not have: fused projections of three parts, and its Conv1D, a linear whose weight is
-stored (in, out)."""
+OWN_STYLES = {name for name in STYLES if name.startswith("packed3") or name.endswith("_transposed")} | {"first_dim"}
+"""Styles that transformers does not have: fused projections of three parts, its Conv1D, a linear whose weight is stored
+(in, out), and a parameter of any number of dims of which the first is cut (a convolution's channels)."""
 
 LOCAL_COUNT = "local_count"
 """No style of a module: `{"layers.*.attn.num_heads": "local_count"}` is an integer attribute of a module that counts

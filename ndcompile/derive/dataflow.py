@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +23,16 @@ EMBEDDING = torch.ops.aten.embedding.default
 class Pair:
     """Linears whose outputs reach `row`, and nothing else does that has a gradient. Names have `*` for numbers.
 
-    parameters: those between, of norms and the like. modules: those whose code runs between.
+    inner: columns that read only what other columns give. parameters: those between, of norms and the like. tables:
+    those that are looked up, of positions. modules: those whose code runs between.
     """
 
     columns: tuple[str, ...]
     row: str
-    parameters: tuple[str, ...]
-    modules: tuple[str, ...]
+    inner: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
@@ -41,21 +43,27 @@ def features(linear: nn.Module) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
-def find_pairs(graph: fx.Graph, model: nn.Module) -> list[Pair]:
+def find_pairs(graph: fx.Graph, model: PreTrainedModel) -> list[Pair]:
     """The pairs of a graph that was captured without tp; layers that are alike give one."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     calls = defaultdict(list)
     for node in graph.nodes:
         calls[module_of(node)].append(node)
-    pattern = partial(pattern_of, model)
     found: dict[tuple[tuple[str, ...], str], Pair] = {}
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    for row in sorted(name for name in linears if model.get_submodule(name) is not head):
-        pair = _pair_before(row, calls, linears, pattern)
+    for row in sorted(name for name in linears & calls.keys() if model.get_submodule(name) is not head):
+        walk = _Walk(row, linears & calls.keys(), getattr(tokens, "weight", None), model)
+        pair = walk.back(calls[row])
         if pair is not None:
             key = (pair.columns, pair.row)
             found[key] = pair if key not in found else _joined(found[key], pair)
-    return list(found.values())
+    return [replace(pair, inner=_inner(pair, found.values())) for pair in found.values()]
+
+
+def _inner(pair: Pair, others: Collection[Pair]) -> tuple[str, ...]:
+    """Columns that are the row of a pair within this one."""
+    columns = set(pair.columns)
+    return tuple(other.row for other in others if other.row in columns and columns.issuperset(other.columns))
 
 
 def pattern_of(model: nn.Module, name: str) -> str:
@@ -68,40 +76,69 @@ def pattern_of(model: nn.Module, name: str) -> str:
     )
 
 
-def _pair_before(
-    row: str, calls: Mapping[str, list[fx.Node]], linears: set[str], pattern: Callable[[str], str]
-) -> Pair | None:
-    """Walk back from a linear's inputs to the linears before it. None where there are none in its layer, and where the
-    walk comes to an embedding: then `row` reads the residual stream."""
-    columns, parameters, modules = set(), set(), set()
-    waiting = [source for node in calls.get(row, ()) for source in node.all_input_nodes if module_of(source) != row]
-    seen: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            if node.meta["input"].kind == PARAMETER:
-                parameters.add(node.meta["input"].name)
-        elif node.target == EMBEDDING:
+class _Walk:
+    """From a linear's inputs back to the linears before it.
+
+    linears: those that are called; the weight of another one is a parameter like any.
+    """
+
+    def __init__(self, row: str, linears: set[str], tokens: Any, model: nn.Module) -> None:
+        self.row, self.linears, self.tokens, self.model = row, linears, tokens, model
+        self.columns: set[str] = set()
+        self.parameters: set[str] = set()
+        self.tables: set[str] = set()
+        self.modules: set[str] = set()
+
+    def back(self, calls: list[fx.Node]) -> Pair | None:
+        """None where there are no linears in the layer of `row`, and where the walk comes to the embedding of tokens:
+        then `row` reads the residual stream."""
+        waiting = [source for node in calls for source in node.all_input_nodes if module_of(source) != self.row]
+        seen: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.target == EMBEDDING:
+                name = _parameter(node.args[0])
+                if not name or self.model.get_parameter(name) is self.tokens or self.tokens is None:
+                    return None
+                self.tables.add(name)
+                self.modules.add(module_of(node))
+            else:
+                waiting += self._before(node)
+        if not self.columns or any(_layer(column) != _layer(self.row) for column in self.columns):
             return None
-        elif module_of(node) in linears:
-            columns.add(module_of(node))
-        elif node.meta["differentiable"]:
-            modules.add(module_of(node))
-            waiting += node.all_input_nodes
-    if not columns or any(_layer(column) != _layer(row) for column in columns):
-        return None
-    between = {name for name in parameters if name.rpartition(".")[0] not in linears}
-    modules |= {name.rpartition(".")[0] for name in (row, *columns)}
-    all_of = lambda names: tuple(sorted({pattern(name) for name in names}))  # noqa: E731
-    return Pair(all_of(columns), pattern(row), all_of(between), all_of(modules))
+        self.modules |= {name.rpartition(".")[0] for name in (self.row, *self.columns)}
+        groups = (self.columns, {self.row}, self.parameters, self.tables, self.modules)
+        columns, (row,), *others = (tuple(sorted({pattern_of(self.model, n) for n in names})) for names in groups)
+        return Pair(columns, row, (), *others)
+
+    def _before(self, node: fx.Node) -> list[fx.Node]:
+        """Note what a node is; the nodes from which to go on."""
+        if name := _parameter(node):
+            if name.rpartition(".")[0] not in self.linears:
+                self.parameters.add(name)
+            return []
+        if module_of(node) in self.linears:
+            self.columns.add(module_of(node))
+            return []
+        if not node.meta["differentiable"]:
+            return []
+        self.modules.add(module_of(node))
+        return node.all_input_nodes
+
+
+def _parameter(node: Any) -> str:
+    """The name of the parameter that a node is; "" for other nodes."""
+    is_parameter = node.op == "placeholder" and node.meta["input"].kind == PARAMETER
+    return node.meta["input"].name if is_parameter else ""
 
 
 def _joined(pair: Pair, other: Pair) -> Pair:
-    parameters, modules = {*pair.parameters, *other.parameters}, {*pair.modules, *other.modules}
-    return Pair(pair.columns, pair.row, tuple(sorted(parameters)), tuple(sorted(modules)))
+    names = ("parameters", "tables", "modules")
+    both = {name: tuple(sorted({*getattr(pair, name), *getattr(other, name)})) for name in names}
+    return replace(pair, **both)
 
 
 def _layer(name: str) -> str:

@@ -27,6 +27,8 @@ COLUMN_STYLES = {
 """(layout of the weight, projections that stand behind each other in it) -> style."""
 ROW_STYLES = {"linear": "rowwise", "transposed": "rowwise_transposed"}
 
+MOST_PROPOSALS = 24
+"""Tried for a pair, most of which the capture in local shapes ends at once."""
 MOST_COUNTS = 4
 """Of so many integers all choices are tried; of more, those with the smallest values: heads are fewer than widths."""
 
@@ -59,23 +61,34 @@ def pair_proposals(pair: Pair, modules: Modules, read: set[str], tp: int) -> Ite
     projection's parts stand behind each other, or take turns; whether parameters of the pair's width are cut.
     """
     width = features(modules.first[pair.row])[1]
-    between = [
-        name
-        for name in pair.parameters
-        if modules.parameters[name].ndim <= 2 and modules.parameters[name].shape[:1] == (width,)
-    ]
     fused = {features(modules.first[name])[0] // width for name in pair.columns} & {2, 3}
-    for counts in _subsets(_counts(pair, modules, read, tp)):
-        for parts, cut in itertools.product([*sorted(fused), 1], [True, False] if between else [False]):
-            rules = {name: _column_style(modules, name, width, parts) for name in pair.columns}
-            rules |= dict.fromkeys(between if cut else [], "colwise")
-            rules[pair.row] = ROW_STYLES[modules.layout(pair.row)]
-            yield rules | dict.fromkeys(counts, LOCAL_COUNT)
+    between = _cut_parameters(pair, modules, width, tp)
+    counts = _subsets(_counts(pair, modules, read, tp))
+    choices = itertools.product(counts, [*sorted(fused), 1], [between, {}] if between else [{}])
+    for shared, parts, cut in itertools.islice(choices, MOST_PROPOSALS):
+        rules = {name: _column_style(modules, pair, name, parts) for name in pair.columns}
+        rules[pair.row] = ROW_STYLES[modules.layout(pair.row)]
+        yield rules | cut | dict.fromkeys(shared, LOCAL_COUNT)
 
 
-def _column_style(modules: Modules, name: str, width: int, parts: int) -> str:
-    fused = features(modules.first[name])[0] == parts * width
-    return COLUMN_STYLES[modules.layout(name), parts if fused else 1]
+def _cut_parameters(pair: Pair, modules: Modules, width: int, tp: int) -> Rules:
+    """Of the parameters between, those of the pair's width; of tables that are looked up, their columns."""
+    shapes = {name: modules.parameters[name].shape for name in (*pair.parameters, *pair.tables)}
+    rules = {
+        name: "colwise" if len(shapes[name]) <= 2 else "first_dim"
+        for name in pair.parameters
+        if shapes[name][:1] == (width,)
+    }
+    return rules | {name: "embedding_colwise" for name in pair.tables if shapes[name][-1] % tp == 0}
+
+
+def _column_style(modules: Modules, pair: Pair, name: str, parts: int) -> str:
+    """A column that itself takes the width of the pair, and gives another, sums up within the pair."""
+    width = features(modules.first[pair.row])[1]
+    out, taken = features(modules.first[name])
+    if name in pair.inner and taken == width and out != width:
+        return ROW_STYLES[modules.layout(name)]
+    return COLUMN_STYLES[modules.layout(name), parts if out == parts * width else 1]
 
 
 def _counts(pair: Pair, modules: Modules, read: set[str], tp: int) -> list[str]:
