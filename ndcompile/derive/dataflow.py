@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ndcompile.graph_input import PARAMETER
+from ndcompile.type_inference import written_memory
 
 EMBEDDING = torch.ops.aten.embedding.default
 
@@ -50,9 +51,10 @@ def find_pairs(graph: fx.Graph, model: PreTrainedModel) -> list[Pair]:
     calls = defaultdict(list)
     for node in graph.nodes:
         calls[module_of(node)].append(node)
+    memory = written_memory(graph)
     found: dict[tuple[tuple[str, ...], str], Pair] = {}
     for row in sorted(name for name in linears & calls.keys() if model.get_submodule(name) is not head):
-        walk = _Walk(row, linears & calls.keys(), getattr(tokens, "weight", None), model)
+        walk = _Walk(row, linears & calls.keys(), getattr(tokens, "weight", None), model, memory)
         pair = walk.back(calls[row])
         if pair is not None:
             key = (pair.columns, pair.row)
@@ -79,11 +81,14 @@ def pattern_of(model: nn.Module, name: str) -> str:
 class _Walk:
     """From a linear's inputs back to the linears before it.
 
-    linears: those that are called; the weight of another one is a parameter like any.
+    linears: those that are called; the weight of another one is a parameter like any. tokens: weight of the model's
+    embedding. memory: of nodes that share it, where it is written.
     """
 
-    def __init__(self, row: str, linears: set[str], tokens: Any, model: nn.Module) -> None:
-        self.row, self.linears, self.tokens, self.model = row, linears, tokens, model
+    def __init__(
+        self, row: str, linears: set[str], tokens: Any, model: nn.Module, memory: Mapping[fx.Node, Any]
+    ) -> None:
+        self.row, self.linears, self.tokens, self.model, self.memory = row, linears, tokens, model, memory
         self.columns: set[str] = set()
         self.parameters: set[str] = set()
         self.tables: set[str] = set()
@@ -126,7 +131,9 @@ class _Walk:
         if not node.meta["differentiable"]:
             return []
         self.modules.add(module_of(node))
-        return node.all_input_nodes
+        written = self.memory.get(node)
+        sharing = [] if written is None else [other for other, memory in self.memory.items() if memory == written]
+        return [*node.all_input_nodes, *sharing]
 
 
 def _parameter(node: Any) -> str:

@@ -92,9 +92,11 @@ def _column_style(modules: Modules, pair: Pair, name: str, parts: int) -> str:
 
 
 def _counts(pair: Pair, modules: Modules, read: set[str], tp: int) -> list[str]:
-    """Integers that the code between reads and tp divides in every layer."""
+    """Integers that the code between reads, that divide the width or hold it, and that tp divides in every layer."""
+    width = features(modules.first[pair.row])[1]
     names = {name for name in map(modules.pattern, read) if name.rpartition(".")[0] in pair.modules}
-    fit = [name for name in names if all(v >= tp and v % tp == 0 for v in modules.integers[name])]
+    divisible = [name for name in names if all(v >= tp and v % tp == 0 for v in modules.integers[name])]
+    fit = [name for name in divisible if all(width % v == 0 or v % width == 0 for v in modules.integers[name])]
     return sorted(fit, key=lambda name: (max(modules.integers[name]), name))[:MOST_COUNTS]
 
 
