@@ -103,30 +103,31 @@ def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) ->
 
 def transposed(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """A Conv1D of transformers is a linear with another layout of its weight; its own forward views a global width."""
-    _be_conv1d(module)
+    linear = _conv1d(module)
 
     @functools.wraps(module.forward)
     def local(x: Tensor) -> Tensor:
         assert style.enter is not None
-        return F.linear(tp.move(x, style.enter), module.weight.t(), module.bias)
+        return F.linear(tp.move(x, style.enter), linear.weight.t(), linear.bias)
 
     return local
 
 
 def transposed_rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
     """The same for its rows: the bias is added once, after the sum."""
-    _be_conv1d(module)
+    linear = _conv1d(module)
 
     @functools.wraps(module.forward)
     def local(x: Tensor) -> Tensor:
-        return tp.move(F.linear(x, module.weight.t()), SUM) + module.bias
+        return tp.move(F.linear(x, linear.weight.t()), SUM) + linear.bias
 
     return local
 
 
-def _be_conv1d(module: nn.Module) -> None:
+def _conv1d(module: nn.Module) -> Any:
     if not isinstance(module, Conv1D):
         raise AttributeError(f"{type(module).__name__} is no Conv1D of transformers")
+    return module
 
 
 def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:

@@ -143,9 +143,14 @@ def _parameter(node: Any) -> str:
 
 
 def _joined(pair: Pair, other: Pair) -> Pair:
-    names = ("parameters", "tables", "modules")
-    both = {name: tuple(sorted({*getattr(pair, name), *getattr(other, name)})) for name in names}
-    return replace(pair, **both)
+    """Of two layers that are alike but for what stands between."""
+    both = lambda one, two: tuple(sorted({*one, *two}))  # noqa: E731
+    return replace(
+        pair,
+        parameters=both(pair.parameters, other.parameters),
+        tables=both(pair.tables, other.tables),
+        modules=both(pair.modules, other.modules),
+    )
 
 
 def _layer(name: str) -> str:
@@ -177,7 +182,7 @@ def _watching(kind: type, fqn: str, read: set[str]) -> type:
     """A class like `kind` that notes which integers of an instance are read."""
 
     def get(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
+        value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if type(value) is int and name in object.__getattribute__(self, "__dict__"):
             read.add(f"{fqn}.{name}")
         return value
