@@ -8,6 +8,8 @@
 #                 long, writes ZOO.md; results that are there already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2
 #                 narrow it, SEEDS="--seeds 0,1,2 --padding" runs a layout so, ANEW=1 runs them again)
 #   make proof    the proof along tp on every architecture with a tp_plan, and on damaged graphs, which writes PROOF.md
+#   make derive   derived plans for every architecture without a tp_plan, run on two ranks, which writes DERIVED.md
+#                 (TYPES=gpt2,opt runs these again)
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -19,7 +21,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # without one, pip on Linux takes the default wheels, which work too but bring gigabytes of CUDA libraries.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test parity zoo proof lint toolchain clean
+.PHONY: demo test parity zoo proof derive lint toolchain clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -45,6 +47,10 @@ zoo: toolchain $(VENV)/.installed
 
 proof: toolchain $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/proof_table.py
+
+derive: toolchain $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/derived_table.py --anew \
+	  --types "$(TYPES)"
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from ndcompile.compiler import (
     save_pretrained,
     set_agreement_timeout,
 )
+from ndcompile.derive import derive_tp_plan
 from ndcompile.errors import (
     AgreementError,
     CaptureError,
@@ -46,6 +47,7 @@ __all__ = [
     "compile",
     "data_rank",
     "data_world_size",
+    "derive_tp_plan",
     "drop_held_gradients",
     "dropped_tokens",
     "init_mesh",

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ndcompile.errors import PlanError
 from ndcompile.mesh import Axis
@@ -37,7 +39,7 @@ class Boundary:
 
 
 def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: Boundary) -> None:
-    """Wrap the forward of every plan module of `shadow`.
+    """Wrap the forward of every plan module of `shadow`, and give it a rank's counts.
 
     Raises PlanError for a style on a module that it cannot serve.
     """
@@ -52,6 +54,10 @@ def install_boundaries(shadow: nn.Module, plan: ShardingPlan, tp: Boundary) -> N
             module.forward = wrap(shadow, module, style, tp)
         except AttributeError as error:
             raise PlanError(f"The style {entry.style!r} cannot serve {entry.fqn!r}: {error}") from error
+    for name in plan.local_counts:
+        owner, _, attribute = name.rpartition(".")
+        module = shadow.get_submodule(owner)
+        setattr(module, attribute, getattr(module, attribute) // tp.axis.size)
 
 
 def boundary(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
@@ -93,6 +99,35 @@ def rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) ->
         return output if bias is None else output + bias
 
     return local
+
+
+def transposed(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
+    """A Conv1D of transformers is a linear with another layout of its weight; its own forward views a global width."""
+    linear = _conv1d(module)
+
+    @functools.wraps(module.forward)
+    def local(x: Tensor) -> Tensor:
+        assert style.enter is not None
+        return F.linear(tp.move(x, style.enter), linear.weight.t(), linear.bias)
+
+    return local
+
+
+def transposed_rowwise(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
+    """The same for its rows: the bias is added once, after the sum."""
+    linear = _conv1d(module)
+
+    @functools.wraps(module.forward)
+    def local(x: Tensor) -> Tensor:
+        return tp.move(F.linear(x, linear.weight.t()), SUM) + linear.bias
+
+    return local
+
+
+def _conv1d(module: nn.Module) -> Any:
+    if not isinstance(module, Conv1D):
+        raise AttributeError(f"{type(module).__name__} is no Conv1D of transformers")
+    return module
 
 
 def vocabulary(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundary) -> Forward:
@@ -146,6 +181,8 @@ def moe_identity(shadow: nn.Module, module: nn.Module, style: Style, tp: Boundar
 
 LOCAL_FORWARDS: dict[str, Callable[[Any, nn.Module, Style, Boundary], Forward]] = {
     "rowwise": rowwise,
+    "transposed": transposed,
+    "transposed_rowwise": transposed_rowwise,
     "vocabulary": vocabulary,
     "moe_experts": moe_experts,
     "moe_identity": moe_identity,

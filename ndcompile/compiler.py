@@ -20,6 +20,7 @@ from ndcompile.aliases import alias_parameters
 from ndcompile.call import bind
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
+from ndcompile.derive import with_derived_plan
 from ndcompile.dynamo_backend import Prepared, traced_forward
 from ndcompile.errors import MeshError, NdcompileError, UnsupportedError
 from ndcompile.generation import generate
@@ -59,8 +60,9 @@ def compile(
         builds it from the config with `init_mesh`. ep holds the ranks that share experts and have different batches:
         with it there are ep x tp expert shards, and data is parallel over dp_replicate x fsdp x ep.
     distributed_config: plans to override (`tp_plan`, `ep_plan`, `fsdp_plan`), `ep_size` and `ep_implementation`,
-        `fsdp_mixed_precision`. Defaults to `model.config.distributed_config`. Sizes come from the mesh; a config that
-        asks for others is an error.
+        `fsdp_mixed_precision`. `tp_plan="derive"` finds a plan for a model that has none, see `derive_tp_plan`.
+        Defaults to `model.config.distributed_config`. Sizes come from the mesh; a config that asks for others is an
+        error.
     checkpoint: folder of safetensors, or a Hub id, see `load`; each rank reads the bytes of its own slices.
     backend: "inductor"; "aot_eager" to run the same graphs without inductor; "eager" to run the graph as the passes
         left it, for debugging: what backward gathers again or recomputes is kept.
@@ -326,7 +328,9 @@ def _shard(
         check_has_checkpoints(model)
     mesh = _mesh(mesh, config)
     ep = config.ep_size or 1
-    plan = build_plan(copy_without_weights(model), mesh_sizes(mesh, ep), config, expert_capacity=expert_capacity)
+    sizes = mesh_sizes(mesh, ep)
+    config = with_derived_plan(model, config, sizes["tp"])
+    plan = build_plan(copy_without_weights(model), sizes, config, expert_capacity=expert_capacity)
     compiled = CompiledModel(
         model,
         storage_mesh(mesh, ep),

@@ -41,9 +41,15 @@ def plan_table(plan: ShardingPlan, width: int = 118) -> str:
     total = sum(prod(p.shape) for p in plan.parameters)
     local = sum(prod(p.storage_shape) for p in plan.parameters)
     console.print(f"{total:,} parameters, {local:,} on a rank; {len(plan.modules)} boundary modules")
-    for line in exchange_lines(plan):
+    for line in [*count_lines(plan), *exchange_lines(plan)]:
         console.print(line)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def count_lines(plan: ShardingPlan) -> list[str]:
+    """The integers of which a rank's code sees its share."""
+    names = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in plan.local_counts})
+    return [f"{name}: a rank's share of it" for name in names]
 
 
 def exchange_lines(plan: ShardingPlan) -> list[str]:

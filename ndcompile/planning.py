@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.loader.assignment import Assignment
 from ndcompile.loader.catalog import Entry, read_catalog
@@ -90,4 +91,5 @@ def _build(
     if unknown := full.keys() - {"dp_replicate", "fsdp", "tp", "ep"}:
         raise MeshError(f"sizes has unknown axes {sorted(unknown)}. Use dp_replicate, fsdp, tp and ep.")
     check_expert_size(full, full["ep"])
+    config = with_derived_plan(model, config, full["tp"])
     return build_plan(copy_without_weights(model), full, config)

@@ -5,7 +5,6 @@ It is a pure function of the model's shapes, the axis sizes and transformers' pl
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -20,9 +19,11 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.expert_plan import ExpertPlan, check_expert_styles, plan_experts
-from ndcompile.styles import EXPERT_STYLES, STYLES
+from ndcompile.expert_plan import ExpertPlan, plan_experts
+from ndcompile.own_rules import local_counts
+from ndcompile.styles import STYLES
 from ndcompile.torch_private import StridedShard
+from ndcompile.transformers_plan import resolve_plans
 from ndcompile.user_plan import resolve_user_plan
 
 KEEP, FREE = "keep_full_weight", "free_full_weight"
@@ -86,7 +87,10 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table."""
+    """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table.
+
+    local_counts: FQNs of the integer attributes of which a rank's code sees its share, see `own_rules`.
+    """
 
     model: str
     sizes: Mapping[str, int]
@@ -95,6 +99,7 @@ class ShardingPlan:
     mixed_precision: bool = False
     experts: tuple[ExpertPlan, ...] = ()
     sequence_parallel: bool = False
+    local_counts: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -129,7 +134,7 @@ def build_plan(
     or ep cannot divide.
     """
     sizes = {"ep": 1, **sizes}
-    resolve = _resolve if isinstance(model, PreTrainedModel) else resolve_user_plan
+    resolve = resolve_plans if isinstance(model, PreTrainedModel) else resolve_user_plan
     tp_styles, ep_styles, fsdp_styles = resolve(model, sizes, config)
     experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, expert_capacity)
     names = _parameter_names(model)
@@ -143,9 +148,10 @@ def build_plan(
         ModulePlan(fqn, tp_styles[fqn]) for fqn, _ in model.named_modules() if fqn in tp_styles and sizes["tp"] > 1
     )
     check_heads(model, tp_styles, sizes["tp"])
+    counts = local_counts(model, config.tp_plan, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
     by_sequence = bool(config.enable_sequence_parallel) and sizes["tp"] > 1
-    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence)
+    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence, counts)
 
 
 def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:
@@ -171,43 +177,6 @@ def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None
                 f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{generic(path)!r}: "
                 "'colwise_gather_output'} and a 'rowwise_split_input' output projection."
             )
-
-
-def _resolve(
-    model: PreTrainedModel, sizes: Mapping[str, int], config: DistributedConfig
-) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """transformers' TP, EP and FSDP plans with the config's overrides: FQN of a module or parameter -> style."""
-    name, tp, ep = type(model).__name__, sizes["tp"], sizes["ep"]
-    if tp > 1 and not model.tp_plan and config.tp_plan != {} and not isinstance(config.tp_plan, dict):
-        raise PlanError(
-            f"{name} has no tensor-parallel plan, but tp={tp}. Pass a plan, DistributedConfig(tp_plan={{'layers.*...': "
-            "'colwise', ...}), or use fsdp only."
-        )
-    if isinstance(config.tp_plan, dict) and (unknown := set(config.tp_plan.values()) - set(STYLES)):
-        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known styles: {sorted(STYLES)}.")
-    if ep > 1 and not model.ep_plan and not config.ep_plan:
-        raise PlanError(
-            f"{name} has no expert-parallel plan, but ep={ep}. Legal: ep_size=1, or an ep_plan, "
-            "DistributedConfig(ep_plan={'layers.*.mlp.experts': 'ep_dispatch_experts', "
-            "'layers.*.mlp.experts.gate_up_proj': 'grouped_gemm', ...})."
-        )
-    config = dataclasses.replace(config, enable_expert_parallel=False)
-    # Set, not replaced: transformers refuses a tp_size without rules, which an empty tp_plan (experts only) asks for.
-    config.tp_size = 1 if config.tp_plan == {} else tp
-    config.ep_size, config.fsdp_size, config.dp_replicate_size = ep, sizes["fsdp"], sizes["dp_replicate"]
-    try:
-        tp_styles, ep_styles, fsdp_styles = model._resolve_parallel_plans(config)
-    except ValueError as error:
-        raise PlanError(f"The plan of {name} cannot be resolved: {error}") from error
-    # Some ep plans have rules for dense layers. Their ranks must share a batch: those of tp do.
-    tp_styles |= {fqn: style for fqn, style in ep_styles.items() if style not in EXPERT_STYLES and tp > 1}
-    ep_styles = {fqn: style for fqn, style in ep_styles.items() if style in EXPERT_STYLES}
-    if tp > 1 and config.tp_plan != {} and not tp_styles:
-        raise PlanError(f"No rule of the tp_plan {model.tp_plan} matches a module or parameter of {name}.")
-    if unknown := set(tp_styles.values()) - set(STYLES):
-        raise PlanError(f"The tp_plan of {name} names unknown styles {sorted(unknown)}. Known: {sorted(STYLES)}.")
-    check_expert_styles(model, ep_styles, ep)
-    return tp_styles, ep_styles, fsdp_styles
 
 
 def _parameter_names(model: nn.Module) -> dict[int, tuple[nn.Parameter, list[str]]]:

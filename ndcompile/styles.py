@@ -40,6 +40,25 @@ def packed_in_features(name: str, ndim: int) -> Placement:
     return Replicate() if ndim == 1 else StridedShard(ndim - 1, split_factor=PACKED_PARTS)
 
 
+def last_dim(name: str, ndim: int) -> Placement:
+    """Columns of a transposed weight (in, out), and its bias."""
+    return Shard(ndim - 1)
+
+
+def first_dim(name: str, ndim: int) -> Placement:
+    """Rows of a transposed weight (in, out); a bias is added once, after the sum over the ranks."""
+    return Replicate() if name == "bias" else Shard(ndim - 2)
+
+
+def parts_of_out_features(parts: int) -> Callable[[str, int], Placement]:
+    """Fused projections that stand behind each other: each is sharded by itself."""
+    return lambda name, ndim: StridedShard(max(ndim - 2, 0), split_factor=parts)
+
+
+def parts_of_last_dim(parts: int) -> Callable[[str, int], Placement]:
+    return lambda name, ndim: StridedShard(ndim - 1, split_factor=parts)
+
+
 def vocabulary(name: str, ndim: int) -> Placement:
     return Shard(0)
 
@@ -91,8 +110,23 @@ STYLES: dict[str, Style] = {
     "sequence_parallel": Style(enter=("I", "S(1)"), leave=("S(1)", "I"), parameters=INTO_SHARDS),
     "moe_tp_experts": Style(leave=SUM, local="moe_experts"),
     "moe_identity_expert": Style(local="moe_identity"),
+    # Not of transformers, see OWN_STYLES:
+    "packed3_colwise": Style(parts_of_out_features(3), enter=INTO_SHARDS),
+    "colwise_transposed": Style(last_dim, enter=INTO_SHARDS, local="transposed"),
+    "packed_colwise_transposed": Style(parts_of_last_dim(2), enter=INTO_SHARDS, local="transposed"),
+    "packed3_colwise_transposed": Style(parts_of_last_dim(3), enter=INTO_SHARDS, local="transposed"),
+    "first_dim": Style(vocabulary),
+    "rowwise_transposed": Style(first_dim, leave=SUM, local="transposed_rowwise"),
 }
 
 EXPERT_STYLES = {"grouped_gemm", "ep_dispatch_experts"}
 """Styles of an ep_plan: whole experts on a rank (dim 0 of their weights over ep), and the module whose tokens are
 exchanged, see `expert_exchange`. transformers/distributed/expert_parallel.py"""
+
+OWN_STYLES = {name for name in STYLES if name.startswith("packed3") or name.endswith("_transposed")} | {"first_dim"}
+"""Styles that transformers does not have: fused projections of three parts, its Conv1D, a linear whose weight is stored
+(in, out), and a parameter of any number of dims of which the first is cut (a convolution's channels)."""
+
+LOCAL_COUNT = "local_count"
+"""No style of a module: `{"layers.*.attn.num_heads": "local_count"}` is an integer attribute of a module that counts
+what tp cuts, heads or a width. Code that reads it must see a rank's share, see `own_rules`."""

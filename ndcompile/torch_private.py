@@ -9,6 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -186,15 +187,22 @@ def functions_as_nodes() -> Iterator[None]:
         kind.apply = original
 
 
+@cache
 def _leaf(function: Any) -> Callable[..., Any]:
-    """A graph's target that applies an autograd Function, under its name."""
+    """A graph's target that applies an autograd Function, under its name; the same in every capture."""
 
     def leaf(*args: Any) -> Any:
         return function.apply(*args)
 
     leaf.__name__ = leaf.__qualname__ = function.__name__
     leaf.__module__ = function.__module__
+    leaf.applies = function  # type: ignore[attr-defined]
     return leaf
+
+
+def autograd_function_of(target: Any) -> Any:
+    """The autograd Function that a node with this target applies, see `functions_as_nodes`; None for other targets."""
+    return getattr(target, "applies", None)
 
 
 def backward_compiled_with_forward() -> AbstractContextManager[None]:
@@ -209,8 +217,17 @@ def skipped_cuda_graphs() -> int:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or the number that stands for it while it is traced; no guard is added."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size, or the number that stands for it while it is traced; no guard is added.
+
+    A size that depends on values has none: large odd numbers stand for those, so that no two are taken for one.
+    """
+    if isinstance(size, int):
+        return size
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    expression = size.node.expr
+    numbers = {symbol: 100_003 + 2 * int(str(symbol).strip("zus")) for symbol in expression.free_symbols}
+    return int(expression.subs(numbers))
 
 
 def two_dimensional_grid(columns: int, rows: int) -> tuple[int, int, int]:
@@ -251,6 +268,7 @@ __all__ = [
     "StridedShard",
     "TracingContext",
     "aot_autograd",
+    "autograd_function_of",
     "backward_compiled_with_forward",
     "compile_fx",
     "compile_fx_inner",
@@ -262,6 +280,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "dynamo_fake_mode",
     "example_of",
+    "fake_tensor",
     "functions_as_nodes",
     "get_hash_for_files",
     "is_checkpoint",

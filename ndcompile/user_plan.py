@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from torch import nn
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
+from ndcompile.own_rules import matches, split_rules
 from ndcompile.styles import STYLES
 
 FSDP_STYLES = ("free_full_weight", "keep_full_weight")
@@ -29,32 +29,36 @@ def resolve_user_plan(
         raise PlanError(
             f"ep={sizes['ep']}, but {name} is no transformers model: how its experts get tokens is unknown."
         )
-    tp_rules = config.tp_plan if isinstance(config.tp_plan, dict) else {}
+    given, own = split_rules(config.tp_plan)
+    tp_rules = {**given, **own} if isinstance(given, dict) else {}
     if sizes["tp"] > 1 and not tp_rules:
         raise PlanError(
             f"tp={sizes['tp']}, but {name} is no transformers model and has no plan. Pass one: "
             "DistributedConfig(tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})."
         )
-    tp_styles = _expand(model, tp_rules, "tp_plan", STYLES) if sizes["tp"] > 1 else {}
+    tp_styles = expand_rules(model, tp_rules, "tp_plan", STYLES) if sizes["tp"] > 1 else {}
     rules = config.fsdp_plan if isinstance(config.fsdp_plan, dict) else _layers(model)
     modules = {fqn for fqn, _ in model.named_modules()}
-    fsdp_styles = _expand(model, rules, "fsdp_plan", FSDP_STYLES)
+    fsdp_styles = expand_rules(model, rules, "fsdp_plan", FSDP_STYLES)
     return tp_styles, {}, {fqn: style for fqn, style in fsdp_styles.items() if fqn in modules}
 
 
-def _expand(model: nn.Module, rules: Mapping[str, str], plan: str, known: Collection[str]) -> dict[str, str]:
-    """FQN of every module and parameter that a rule names -> style."""
+def expand_rules(model: nn.Module, rules: Mapping[str, str], plan: str, known: Collection[str]) -> dict[str, str]:
+    """FQN of every module and parameter that a rule names -> style.
+
+    Raises PlanError for styles that are not `known`, and rules that match nothing.
+    """
     if unknown := set(rules.values()) - set(known):
         raise PlanError(f"{plan} names unknown styles {sorted(unknown)}. Known styles: {sorted(known)}.")
     styles: dict[str, str] = {}
     matched: set[str] = set()
+    ordered = sorted(rules, key=lambda rule: rule.count("*"))  # what names one module goes before what names all
     for fqn, module in model.named_modules():
         own = [f"{fqn}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
         for name in (fqn, *own):
-            for rule in (name, _generic(name), fqn, _generic(fqn)):
-                if rule in rules:
-                    matched.add(rule)
-                    styles.setdefault(name, rules[rule])
+            for rule in [rule for target in (name, fqn) for rule in ordered if matches(rule, target)]:
+                matched.add(rule)
+                styles.setdefault(name, rules[rule])
     if unmatched := sorted(set(rules) - matched):
         raise PlanError(f"{plan} keys {unmatched} match no module or parameter of {type(model).__name__}.")
     return styles
@@ -68,8 +72,3 @@ def _layers(model: nn.Module) -> dict[str, str]:
         if isinstance(module, nn.ModuleList)
         for number in range(len(module))
     }
-
-
-def _generic(fqn: str) -> str:
-    """The name with `*` for numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", re.sub(r"^\d+(?=\.|$)", "*", fqn))

@@ -7,6 +7,19 @@ RIGHT = {
     "a gated product": ("x=S(2) y=S(2)", "F.silu(x) * y", "S(2)"),
     "columns of a projection": ("x=R w=S(0)", "F.linear(x, w)", "S(2)"),
     "rows of a projection": ("x=S(2) w=S(1)", "move(F.linear(x, w), 'P', 'I')", "I"),
+    "a transposed matrix": ("w=S(0)", "w.T", "S(1)"),
+    "a batch of transposed matrices": ("x=S(2)", "x.mT", "S(1)"),
+    "zeros added to heads of every sequence": (
+        "x=S(1)",
+        "(lambda h: torch.baddbmm(torch.zeros(h.shape[0], 8, 8), h, h))(x.unflatten(2, (8, 1)).expand(-1, -1, -1, 8)"
+        ".reshape(-1, 8, 8)).unflatten(0, (4, -1))",
+        "S(1)",
+    ),
+    "a bias of a convolution's channels": (
+        "x=S(1) w=S(0) b=S(0)",
+        "F.conv1d(x, w[:, None, :3], b, groups=x.shape[1])",
+        "S(1)",
+    ),
     "heads behind positions": ("x=S(1)", "x.transpose(1, 2)", "S(2)"),
     "attention weights of own heads": ("x=S(1)", "x.softmax(-1)", "S(1)"),
     "the first keys of a cache": ("x=S(1)", "torch.cat([torch.tensor([]), x], 1)", "S(1)"),

@@ -15,6 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
 from ndcompile.inspection.memory import memory, stored_bytes
@@ -106,7 +107,7 @@ def plan(
     model: a transformers model (left as it is), its config, a config.json, a folder with one, or a Hub id in the local
         cache. Without a model of its own the plan is for the dtype of the config, bfloat16 by default.
     distributed_config: sizes (`fsdp_size`, `tp_size`, `ep_size`, `dp_replicate_size`) and overrides, as in
-        `ndcompile.compile`. Defaults to the config's own, or one rank.
+        `ndcompile.compile`, `tp_plan="derive"` too. Defaults to the config's own, or one rank.
     batch_size, seq_len: of one data rank: sequences and tokens of each.
     world_size: checked against the product of the sizes.
     expert_capacity: see `ndcompile.compile`.
@@ -127,6 +128,7 @@ def plan(
     config = _config(built, distributed_config)
     check_options(config)
     sizes = _sizes(config, world_size)
+    config = with_derived_plan(built, config, sizes["tp"])
     built = copy_without_weights(built)
     if gradient_checkpointing:
         built.activation_checkpointing_enable()

@@ -97,6 +97,7 @@ def traced_part(plan: ShardingPlan, stack: LayerStack) -> ShardingPlan:
         parameters=tuple(p for p in plan.parameters if stays(p.fqn)),
         modules=tuple(m for m in plan.modules if stays(m.fqn)),
         experts=tuple(e for e in plan.experts if stays(e.fqn)),
+        local_counts=tuple(name for name in plan.local_counts if stays(name)),
     )
 
 
@@ -115,6 +116,7 @@ def layer_kinds(model: nn.Module, path: str, layers: Sequence[nn.Module], plan: 
             (
                 [item for item in scalars.items() if item[0] not in numbering],
                 [(name, styles.get(fqn), experts.get(fqn)) for name, fqn in names],
+                [c.removeprefix(f"{path}.{index}.") for c in plan.local_counts if c.startswith(f"{path}.{index}.")],
                 [_placed(name, p, plan, f"{path}.{index}.{name}") for name, p in layer.named_parameters()],
                 [(name, b.shape, b.dtype) for name, b in layer.named_buffers()],
                 [(name, values[index]) for name, values in settings],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
+from ndcompile.derive import DERIVE
 from ndcompile.errors import MeshError
 from ndcompile.inspection.api import check_output, load_plan, plan
 from ndcompile.inspection.rates import PRESETS
@@ -29,6 +30,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rates", default="h100-infiniband", metavar="NAME|FILE", help=_rates())
     parser.add_argument("--optimizer-dtype", type=_dtype, metavar="DTYPE", help="of AdamW's moments, such as float32")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
+    parser.add_argument("--derive", action="store_true", help="derive and print a tp_plan, for a model that has none")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
@@ -78,7 +80,11 @@ def run(options: argparse.Namespace) -> int:
 def _config(options: argparse.Namespace) -> DistributedConfig:
     try:
         return DistributedConfig(
-            dp_replicate_size=options.dp_replicate, fsdp_size=options.fsdp, tp_size=options.tp, ep_size=options.ep
+            dp_replicate_size=options.dp_replicate,
+            fsdp_size=options.fsdp,
+            tp_size=options.tp,
+            ep_size=options.ep,
+            tp_plan=DERIVE if getattr(options, "derive", False) else None,
         )
     except ValueError as error:
         raise MeshError(f"The sizes cannot be used: {error}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.own_rules import matches
 from ndcompile.sharding_plan import ParameterPlan
 
 
@@ -37,13 +38,14 @@ class Rules:
 
     def _find(self, plan: str, fqn: str, style: str) -> str:
         """The rule of the innermost module around `fqn` that `plan` names with this style."""
-        parts = generic(fqn).split(".")
+        parts = fqn.split(".")
+        given = [(f"distributed_config.{plan}", self.overrides[plan]), (plan, self.plans[plan])]
         for end in range(len(parts), 0, -1):
-            key = ".".join(parts[:end])
-            if self.overrides[plan].get(key) == style:
-                return f"distributed_config.{plan}[{key!r}] = {style}"
-            if self.plans[plan].get(key) == style:
-                return f"{plan}[{key!r}] = {style}"
+            name = ".".join(parts[:end])
+            for title, rules in given:
+                for key, value in rules.items():
+                    if value == style and matches(key, name):
+                        return f"{title}[{key!r}] = {style}"
         return ""
 
 

@@ -40,8 +40,9 @@ def product(use: Use, operands: Sequence[fx.Node], letters: Sequence[str], resul
     return shard_on(result.index(letter), parts) if letter in result else PARTIAL
 
 
-def with_bias(use: Use, known: Fact, bias: Any) -> Fact:
-    """The product plus a bias, which every rank adds."""
+def with_bias(use: Use, known: Fact, bias: Any, channels: int | None = None) -> Fact:
+    """The product plus a bias, which every rank adds. channels: the dim of the result that a bias of one dim stands on,
+    the last one by default."""
     if not isinstance(bias, fx.Node):
         return known
     added = use.fact(bias)
@@ -50,8 +51,8 @@ def with_bias(use: Use, known: Fact, bias: Any) -> Fact:
             f"the bias {bias.name!r}, {added.words()}, is added to {known.words()}: it would be counted once a rank",
             "Use the style 'rowwise', which adds the bias behind the sum.",
         )
-    dim = added.dim + ndim(use.node) - ndim(bias)
-    if added.kind == "S" and known != shard_on(dim, added.parts):
+    dim = added.dim + ndim(use.node) - ndim(bias) if channels is None else channels
+    if added.kind == "S" and (known.dim != dim or (known.parts != added.parts and not added.uniform)):
         raise NotProven(f"the bias {bias.name!r} is sharded otherwise than the product", KEEP_WHOLE)
     return known
 
@@ -129,7 +130,7 @@ def convolution(use: Use) -> Fact:
     known, filters = use.fact(x), use.fact(weight)
     groups = use.argument("groups") or 1
     if known.kind == "P" and not filters.varies:
-        return with_bias(use, PARTIAL, use.argument("bias"))
+        return with_bias(use, PARTIAL, use.argument("bias"), channels=1)
     if known.kind == "P" or filters.kind == "P":
         raise NotProven("a partial sum meets what differs between the ranks: products do not sum up", SUM_FIRST)
     if known.kind == "S" and known.dim > 1:
@@ -137,18 +138,11 @@ def convolution(use: Use) -> Fact:
     if known.kind == "S" and known.dim == 1:
         depthwise = groups == shape(x)[1] and filters.kind == "S" and filters.dim == 0 and filters.parts == known.parts  # type: ignore[arg-type]
         if depthwise:
-            return with_bias(use, _channels(use, known), use.argument("bias"))
+            return with_bias(use, known, use.argument("bias"), channels=1)
         if groups == 1 and filters.kind == "S" and filters.dim == 1:
-            return with_bias(use, PARTIAL, use.argument("bias"))
+            return with_bias(use, PARTIAL, use.argument("bias"), channels=1)
         raise NotProven("it mixes channels of which a rank holds a shard", KEEP_WHOLE)
     if filters.kind == "S" and (filters.dim != 0 or groups != 1 or known.kind == "S"):
         raise NotProven("its filters are sharded otherwise than its input", KEEP_WHOLE)
-    return with_bias(use, shard_on(1, filters.parts) if filters.kind == "S" else known, use.argument("bias"))
-
-
-def _channels(use: Use, known: Fact) -> Fact:
-    """A bias of channels has one dim; it is compared as one of the result's dim 1."""
-    bias = use.argument("bias")
-    if isinstance(bias, fx.Node) and use.fact(bias).kind == "S" and use.fact(bias).parts == known.parts:
-        return Fact("S", 1, known.parts)
-    return known
+    cut = shard_on(1, filters.parts) if filters.kind == "S" else known
+    return with_bias(use, cut, use.argument("bias"), channels=1)

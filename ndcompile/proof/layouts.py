@@ -66,8 +66,11 @@ def permuted(use: Use) -> Fact:
         return known
     count, name = ndim(source), name_of(use)
     dim: Any
-    if name in ("transpose", "swapaxes", "t", "swapdims", "numpy_T", "mT"):
-        first, second = (0, 1) if name == "t" else (a % count for a in use.node.args[1:3])  # type: ignore[operator]
+    if name in ("t", "numpy_T"):
+        dim = count - 1 - known.dim
+    elif name in ("transpose", "swapaxes", "swapdims", "mT"):
+        swapped: Any = (-2, -1) if name == "mT" else use.node.args[1:3]
+        first, second = (a % count for a in swapped)
         dim = {first: second, second: first}.get(known.dim, known.dim)
     elif name == "permute":
         dim = [d % count for d in use.argument("dims")].index(known.dim)

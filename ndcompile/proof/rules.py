@@ -18,6 +18,7 @@ import torch
 
 from ndcompile.proof import contractions, layouts, moves, pointwise, reductions
 from ndcompile.proof.fact import EXCHANGED, Fact, NotProven
+from ndcompile.proof.own_functions import elementwise_function
 from ndcompile.proof.use import Use
 
 Rule = Callable[[Use], Fact]
@@ -200,9 +201,10 @@ RULES: Mapping[str, Row] = {name: row for row in ROWS for name in row.operators.
 
 
 def otherwise(use: Use) -> Fact:
-    """For operators that the table does not have: those that torch tags as pointwise are. Refused is the rest."""
+    """For operators that the table does not have: those that torch tags as pointwise are, and a model's own autograd
+    Function that consists of such. Refused is the rest."""
     target = use.node.target
-    if torch.Tag.pointwise in getattr(target, "tags", ()):
+    if torch.Tag.pointwise in getattr(target, "tags", ()) or elementwise_function(use):
         return pointwise.pointwise(use)
     if not use.of_kind("S", "P", EXCHANGED):
         return Fact("I")
