@@ -66,13 +66,17 @@ def judge(model_type: str, pool: Pool, folder: Path) -> dict[str, Any]:
     line |= {"seconds": _since(started)}
     case = ZooCase(model_type, "tp2", backend="eager", plan=dict(found.rules))
     ran = run_case(pool, case, folder, TIMEOUT).line()
-    return (
-        line | damage(line) | {key: ran[key] for key in ("result", "worst", "error", "exact", "message") if key in ran}
-    )
+    return line | {key: ran[key] for key in ("result", "worst", "error", "exact", "message") if key in ran}
 
 
-def damage(line: dict[str, Any]) -> dict[str, Any]:
-    """How many damaged graphs of a derived plan there are, and which of them are proven, see `proof_table`."""
+def damage(line: dict[str, Any], before: dict[str, Any], anew: bool) -> dict[str, Any]:
+    """How many damaged graphs of a derived plan there are, and which of them are proven, see `proof_table`; what was
+    found of the same plan before, unless `anew`."""
+    if not anew:
+        same = line.get("plan") == before.get("plan")
+        return {key: before[key] for key in ("damaged", "survivors") if same and key in before}
+    if "plan" not in line:
+        return {}
     verdict = proof_table.judge(line["model_type"], 2, line["plan"])
     return {"damaged": verdict.damaged, "survivors": verdict.survivors}
 
@@ -154,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", default="", help="model types, with commas; all without a tp_plan by default")
     parser.add_argument("--anew", action="store_true", help="run types again that have a line")
+    parser.add_argument("--damage", action="store_true", help="prove damaged graphs too; otherwise as found before")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     done = read_results()
@@ -163,9 +168,10 @@ def main() -> None:
             for model_type in options.types.split(",") if options.types else without_tp_plan():
                 if model_type in done and not options.anew:
                     continue
-                done[model_type] = _portable(judge(model_type, pool, Path(name)))
+                line = judge(model_type, pool, Path(name))
+                line |= damage(line, done.get(model_type, {}), options.damage)
+                done[model_type] = _portable(line)
                 RESULTS.write_text("".join(json.dumps(done[key]) + "\n" for key in sorted(done)))
-                line = done[model_type]
                 print(f"{model_type}: {line['result']} {line.get('sharded')} {line.get('worst')}", flush=True)
         finally:
             pool.stop()
