@@ -8,8 +8,8 @@
 #                 long, writes ZOO.md; results that are there already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2
 #                 narrow it, SEEDS="--seeds 0,1,2 --padding" runs a layout so, ANEW=1 runs them again)
 #   make proof    the proof along tp on every architecture with a tp_plan, and on damaged graphs, which writes PROOF.md
-#   make derive   derived plans for every architecture without a tp_plan, run on two ranks, which writes DERIVED.md
-#                 (TYPES=gpt2,opt runs these again)
+#   make derive   derived plans for every architecture without a tp_plan, run on two ranks, which writes DERIVED.md; ten
+#                 minutes (TYPES=gpt2,opt runs these again, DAMAGE=1 proves damaged graphs of them anew)
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -50,7 +50,7 @@ proof: toolchain $(VENV)/.installed
 
 derive: toolchain $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/derived_table.py --anew \
-	  --types "$(TYPES)"
+	  --types "$(TYPES)" $(if $(DAMAGE),--damage)
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .

@@ -30,7 +30,8 @@ def resolve_plans(
         )
     given, own = split_rules(config.tp_plan)
     if isinstance(given, dict) and (unknown := set(given.values()) - set(STYLES)):
-        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known: {sorted([*STYLES, LOCAL_COUNT])}.")
+        known = sorted([*STYLES, LOCAL_COUNT])
+        raise PlanError(f"tp_plan names unknown styles {sorted(unknown)}. Known styles: {known}.")
     if ep > 1 and not model.ep_plan and not config.ep_plan:
         raise PlanError(
             f"{name} has no expert-parallel plan, but ep={ep}. Legal: ep_size=1, or an ep_plan, "

@@ -50,10 +50,10 @@ class Verdict:
     survivors: list[str] = field(default_factory=list)
 
 
-def judge(model_type: str, tp: int) -> Verdict:
-    """Prove a type, and what is left of it when a boundary is damaged."""
+def judge(model_type: str, tp: int, plan: dict[str, str] | None = None) -> Verdict:
+    """Prove a type, and what is left of it when a boundary is damaged. plan: overrides of its tp_plan."""
     try:
-        captured, context = proof_zoo.captured(model_type, tp)
+        captured, context = proof_zoo.captured(model_type, tp, plan)
         whole = context.whole_graph()
         context = replace(context, whole_graph=lambda: whole)
         graph = captured.module.graph

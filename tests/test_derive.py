@@ -101,7 +101,21 @@ def test_layers_that_repeat_are_derived_once(gpt2):
 
 
 def test_a_model_with_a_plan_keeps_it():
-    assert ndcompile.derive_tp_plan(models.on_meta("llama", num_hidden_layers=1), 2) == {}
+    model = models.on_meta("llama", num_hidden_layers=1)
+    config = ndcompile.derive.with_derived_plan(model, DistributedConfig(tp_plan="derive"), 2)
+    assert build_plan(model, SIZES, config).by_name["model.layers.0.mlp.up_proj.weight"].style == "colwise"
+
+
+def test_one_rank_needs_no_plan():
+    config = ndcompile.derive.with_derived_plan(zoo.on_meta("gpt2"), DistributedConfig(tp_plan="derive"), 1)
+    assert config.tp_plan is None
+    with pytest.raises(ValueError, match="2 ranks or more"):
+        ndcompile.derive_tp_plan(zoo.on_meta("gpt2"), 1)
+
+
+def test_what_stays_whole_is_printed_with_its_reason(capsys):
+    ndcompile.derive.with_derived_plan(zoo.on_meta("mpt"), DistributedConfig(tp_plan="derive"), 2)
+    assert "left whole: transformer.blocks.*.attn.out_proj: 'reshape' in module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", ["head_dim", "embed_dim"])

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,11 @@ class Derivation:
 
 
 def derive_tp_plan(
-    model: PreTrainedModel | PretrainedConfig | str, tp_size: int, *, batch_size: int = 2, seq_len: int = 16
+    model: PreTrainedModel | PretrainedConfig | str | os.PathLike[str],
+    tp_size: int,
+    *,
+    batch_size: int = 2,
+    seq_len: int = 16,
 ) -> dict[str, str]:
     """A tp_plan for a model that has none: rules of colwise and rowwise pairs, each proven on the graph of the model.
 
@@ -75,7 +80,7 @@ def derive_tp_plan(
         training or evaluation mode, without weights. batch_size, seq_len: of the call that is captured.
 
     Raises PlanError where nothing can be proposed or proven, with the reasons; CaptureError for a model that is no one
-    graph.
+    graph; ValueError for one rank.
     """
     found = derive(model_of(model), tp_size, batch_size=batch_size, seq_len=seq_len)
     return dict(found.rules)
@@ -83,6 +88,8 @@ def derive_tp_plan(
 
 def derive(model: PreTrainedModel, tp_size: int, *, batch_size: int = 2, seq_len: int = 16) -> Derivation:
     """See `derive_tp_plan`; also what was refused."""
+    if tp_size < 2:
+        raise ValueError(f"tp_size={tp_size!r}: a plan is for 2 ranks or more.")
     if not isinstance(model, PreTrainedModel):
         raise PlanError(
             f"tp_plan={DERIVE!r}: {type(model).__name__} is no transformers model, and how to call it is unknown. "
@@ -112,8 +119,9 @@ def with_derived_plan(model: nn.Module, config: DistributedConfig, tp_size: int)
     found = derive(model, tp_size)
     if not dist.is_initialized() or dist.get_rank() == 0:
         title = f"tp_plan of {type(model).__name__} for tp={tp_size}, {found.sharded:.0%} of the parameters sharded"
-        print(f"{title}:\n{found}", file=sys.stderr)
-    return dataclasses.replace(config, tp_plan=dict(found.rules))
+        whole = "".join(f"\nleft whole: {name}: {reason}" for name, reason in found.refused.items())
+        print(f"{title}:\n{found}{whole}", file=sys.stderr)
+    return dataclasses.replace(config, tp_plan=dict(found.rules) or None)  # an empty plan would be no rule at all
 
 
 @contextmanager

@@ -52,7 +52,8 @@ def with_bias(use: Use, known: Fact, bias: Any, channels: int | None = None) -> 
             "Use the style 'rowwise', which adds the bias behind the sum.",
         )
     dim = added.dim + ndim(use.node) - ndim(bias) if channels is None else channels
-    if added.kind == "S" and (known.dim != dim or (known.parts != added.parts and not added.uniform)):
+    alike = known.kind == "S" and known.dim == dim and (known.parts == added.parts or added.uniform)
+    if added.kind == "S" and not alike:
         raise NotProven(f"the bias {bias.name!r} is sharded otherwise than the product", KEEP_WHOLE)
     return known
 
