@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any
@@ -44,11 +44,12 @@ from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
+from ndcompile.recompute_choice import Choice, Stages, common
 from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
 from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
-from ndcompile.signature import checkpointed_layers, describe, model_state
+from ndcompile.signature import checkpointed_layers, describe, layers_of, model_state
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
 from ndcompile.type_inference import varying_over_tp
@@ -72,10 +73,11 @@ class Program:
 
 @dataclass
 class Signature:
-    """All programs of one signature, and the collectives that the ranks agreed on for it."""
+    """All programs of one signature, and the collectives and the recomputing that the ranks agreed on for it."""
 
     programs: list[Program]
     collectives: list[str]
+    recompute: Stages | None = None
 
 
 class CompiledModel:
@@ -92,13 +94,14 @@ class CompiledModel:
         disabled: frozenset[str],
         loss_only: bool,
         verify: str = "error",
+        memory_budget: int | None = None,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
         self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
-        self.loss_only, self.verify = loss_only, verify
+        self.loss_only, self.verify, self.memory_budget = loss_only, verify, memory_budget
         for shadow in {self.shadow, self.whole} if loss_only else ():
             drop_logits(shadow.module)
         self.agreement = Agreement(mesh)
@@ -199,7 +202,8 @@ class CompiledModel:
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
-        key = (call.key(), (*model_state(self.model), ("gradients", self.accumulation.mode)))
+        options = (("gradients", self.accumulation.mode), ("memory budget", self.memory_budget))
+        key = (call.key(), (*model_state(self.model), *options))
         if key not in self.signatures:
             self.signatures[key] = self._agree_on_signature(key, call)
         signature = self.signatures[key]
@@ -251,7 +255,8 @@ class CompiledModel:
         """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole` see `whole_capture`."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self.pass_context(captured, whole), self.disabled)
+        agree = partial(self._agree_on_recompute, signature)
+        run_passes(captured, replace(self.pass_context(captured, whole), agree_on_recompute=agree), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         compile = partial(lower, captured, self.backend, alike=self.mesh.size("tp") > 1, disabled=self.disabled)
@@ -270,6 +275,13 @@ class CompiledModel:
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
         return Program(captured, run, graphs, inputs, self._cache_shards(captured, whole), seconds)
+
+    def _agree_on_recompute(self, signature: Signature, choice: Choice) -> Stages:
+        """What all ranks recompute with this signature: later sizes keep to it, as one rank may meet them by itself."""
+        if signature.recompute is None:
+            found = self.agreement.exchange(f"capture{self.agreement.captures}/recompute", astuple(choice))
+            signature.recompute = common([Choice(tuple(stages), *rest) for stages, *rest in found])
+        return signature.recompute
 
     def _cache_shards(self, captured: Captured, whole: Callable[[], Captured] | None) -> CacheShards:
         """What the tensors of the cache are of the whole ones after this graph."""
@@ -306,6 +318,8 @@ class CompiledModel:
             whole_graph,
             self.accumulation.mode,
             self.verify,
+            layers_of(self.model),
+            self.memory_budget,
         )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.aliases import alias_parameters
+from ndcompile.byte_sizes import parse_bytes
 from ndcompile.call import bind
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
@@ -49,6 +50,7 @@ def compile(
     expert_capacity: float | None = None,
     loss_only: bool = False,
     verify: str = "error",
+    memory_budget: int | str | None = None,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -73,6 +75,11 @@ def compile(
         raises UnsupportedError when it is used; a call without labels returns logits as ever.
     verify: "error" raises VerifyError at the first call for a graph that is not proven to compute what the model does
         without tp, see docs/proof.md; "warn" logs what is not proven; "off" leaves the proof out.
+    memory_budget: bytes, or such as "20GB" or "20GiB": how much a rank may keep between forward and backward. Layers
+        are recomputed in backward as far as that needs, the cheapest operators first, see passes/fit_memory_budget.py.
+        What counts are the tensors that the forward graph saves for the backward graph, each memory once, logits and
+        gathered weights that are kept among them; parameters, buffers and inputs do not count. With symbolic sizes it
+        holds for the sizes that were captured. PlanError at the first call says the least that is possible.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -90,6 +97,7 @@ def compile(
         expert_capacity,
         loss_only,
         verify,
+        memory_budget,
     )
     compiled.bind()
     model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
@@ -109,6 +117,7 @@ def prepare(
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
     verify: str = "error",
+    memory_budget: int | str | None = None,
 ) -> PreTrainedModel:
     """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
 
@@ -126,9 +135,19 @@ def prepare(
         "disable_passes": disable_passes,
         "expert_capacity": expert_capacity,
         "verify": verify,
+        "memory_budget": memory_budget,
     }
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, lowering, None, disable_passes, expert_capacity, verify=verify
+        model,
+        mesh,
+        distributed_config,
+        checkpoint,
+        lowering,
+        None,
+        disable_passes,
+        expert_capacity,
+        verify=verify,
+        memory_budget=memory_budget,
     )
     compiled.bind(traced_forward(Prepared(compiled, options)))
     _fill(compiled, checkpoint, weights)
@@ -303,10 +322,14 @@ def _shard(
     expert_capacity: float | None,
     loss_only: bool = False,
     verify: str = "error",
+    memory_budget: int | str | None = None,
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if budget is not None and backend == "eager":
+        raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
     check_disabled(disable_passes)
     check_mode(verify)
     check_model(model)
@@ -328,6 +351,7 @@ def _shard(
         disabled=frozenset(disable_passes),
         loss_only=loss_only,
         verify=verify,
+        memory_budget=budget,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

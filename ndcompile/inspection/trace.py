@@ -26,7 +26,6 @@ from ndcompile.dump import dump
 from ndcompile.graph_input import PARAMETER
 from ndcompile.inspection.attention import fuse_attention
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
-from ndcompile.inspection.routing import even_rows
 from ndcompile.loader.layouts import storage_axes
 from ndcompile.lower import lower
 from ndcompile.mesh import FUSED, Axis, StorageMesh
@@ -34,6 +33,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.proof.prove import Proof
 from ndcompile.redistribute import redistribute
+from ndcompile.saved_activations import even_rows
 from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan, build_plan
