@@ -57,43 +57,47 @@ def _error(layout, checkpoint, budget, shapes=(SHAPE,), **options):
     return ""
 
 
-def _budgets(layout, checkpoint, shares, options):
-    """Steps without a budget, and with some between all and the least that is possible."""
-    free = _step(_compiled(layout, checkpoint, None, **options))
-    least = int(re.search(r"\((\d+) bytes\)", _error(layout, checkpoint, 1, **options))[1])
-    budgets = [least + int(share * (free[0] - least)) for share in shares]
-    return free, least, [(budget, *_step(_compiled(layout, checkpoint, budget, **options))) for budget in budgets]
+def _one_step(layout, checkpoint, budget, options):
+    return _step(_compiled(layout, checkpoint, budget, **options))
 
 
-def _assert_budgets_hold(results):
-    for (free, collectives, gradients), least, steps in results:
-        assert least < 0.7 * free
-        for budget, saved, collectives_with, gradients_with in steps:
+def _assert_budgets_hold(pool, layout, checkpoint, shares, name="llama", **options):
+    """Steps without a budget, and with some between all and the least that is possible: a share of what is between."""
+    folder, options = checkpoint(name, **LAYERS), {"name": name, **options}
+    free = pool(_one_step, layout, folder, None, options)
+    least = int(re.search(r"\((\d+) bytes\)", pool(_least_error, layout, folder, options)[0])[1])
+    assert least < 0.7 * free[0][0]
+    for budget in (least + int(share * (free[0][0] - least)) for share in shares):
+        steps = pool(_one_step, layout, folder, budget, options)
+        for (_, collectives, gradients), (saved, others, recomputed) in zip(free, steps, strict=True):
             assert least <= saved <= budget
             if saved > least:
-                assert collectives_with == collectives  # they are recomputed last
-            errors = {name: workers.error(gradients_with[name], gradients[name]) for name in gradients}
+                assert others == collectives  # they are recomputed last
+            errors = {name: workers.error(recomputed[name], gradients[name]) for name in gradients}
             assert max(errors.values()) < workers.LIMIT
 
 
+def _least_error(layout, checkpoint, options):
+    return _error(layout, checkpoint, 1, **options)
+
+
 def test_saved_bytes_fit_and_gradients_are_the_same_on_fsdp(world, checkpoint):
-    _assert_budgets_hold(world(2)(_budgets, FSDP2, checkpoint("llama", **LAYERS), (0.6, 0.2, 0), {}))
+    _assert_budgets_hold(world(2), FSDP2, checkpoint, (0.6, 0.2, 0))
 
 
 def test_saved_bytes_fit_and_gradients_are_the_same_on_fsdp_and_tp(ranks, checkpoint):
-    _assert_budgets_hold(ranks(_budgets, FSDP2_TP2, checkpoint("llama", **LAYERS), (0.7, 0), {}))
+    _assert_budgets_hold(ranks, FSDP2_TP2, checkpoint, (0.7, 0))
 
 
 @pytest.mark.slow
 def test_saved_bytes_fit_with_inductor(world, checkpoint):
-    options = {"backend": "inductor"}
-    _assert_budgets_hold(world(2)(_budgets, FSDP2, checkpoint("llama", **LAYERS), (0.5,), options))
+    _assert_budgets_hold(world(2), FSDP2, checkpoint, (0.5,), backend="inductor")
 
 
 @pytest.mark.slow
 def test_saved_bytes_fit_with_experts(world, checkpoint):
-    options = {"name": "qwen3_moe", "distributed_config": {"ep_size": 2}}
-    _assert_budgets_hold(world(2)(_budgets, FSDP2, checkpoint("qwen3_moe", **LAYERS), (0.5, 0), options))
+    config = {"ep_size": 2}
+    _assert_budgets_hold(world(2), FSDP2, checkpoint, (0.5, 0), "qwen3_moe", distributed_config=config)
 
 
 def test_too_small_a_budget_names_the_least_on_every_rank(world, checkpoint):
