@@ -167,12 +167,13 @@ def trace(
         context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
         context = replace(context, layers=layers_of(copied), memory_budget=memory_budget)
         groups = {axis.group: name for name, axis in mesh.axes.items()}
+        later = set() if memory_budget is None else {BUDGET}  # it measures the graph that is lowered
         proof = run_passes(
-            captured, context, {*disabled, BUDGET}, lambda name, gm: views.append(_view(name, gm.graph, groups))
+            captured, context, later.union(disabled), lambda name, gm: views.append(_view(name, gm.graph, groups))
         )
         _mark_parameters(captured.module.graph)
         fuse_attention(captured.module.graph)
-        if BUDGET not in disabled:  # it measures the graph that is lowered
+        if later.difference(disabled):
             fit_memory_budget(captured.module.graph, context)
         graphs = lower(captured, "aot_eager", alike=True)[1]
     assert graphs.forward is not None
