@@ -66,11 +66,11 @@ def _one_step(layout, checkpoint, budget, options):
 def _assert_budgets_hold(pool, layout, checkpoint, shares, name="llama", **options):
     """Steps without a budget, and with some between all and the least that is possible: a share of what is between."""
     folder, options = checkpoint(name, **LAYERS), {"name": name, **options}
-    free = pool(_one_step, layout, folder, None, options, timeout=600)
+    free = pool(_one_step, layout, folder, None, options)
     least = int(re.search(r"\((\d+) bytes\)", pool(_least_error, layout, folder, options)[0])[1])
     assert least < 0.7 * free[0][0]
     for budget in (least + int(share * (free[0][0] - least)) for share in shares):
-        steps = pool(_one_step, layout, folder, budget, options, timeout=600)
+        steps = pool(_one_step, layout, folder, budget, options)
         for (_, collectives, gradients), (saved, others, recomputed) in zip(free, steps, strict=True):
             assert least <= saved <= budget
             if saved > least:
@@ -93,7 +93,13 @@ def test_saved_bytes_fit_and_gradients_are_the_same_on_fsdp_and_tp(ranks, checkp
 
 @pytest.mark.slow
 def test_saved_bytes_fit_with_inductor(world, checkpoint):
-    _assert_budgets_hold(world(2), FSDP2, checkpoint, (0.5,), backend="inductor")
+    """Inductor rewrites the joint graph before it is partitioned."""
+    layout, folder = (("fsdp", 1),), checkpoint("llama", **LAYERS)
+    ((free, _, gradients),) = world(1)(_one_step, layout, folder, None, {})
+    budget = int(0.7 * free)
+    ((saved, _, recomputed),) = world(1)(_one_step, layout, folder, budget, {"backend": "inductor"}, timeout=280)
+    assert saved <= budget
+    assert max(workers.error(recomputed[name], gradients[name]) for name in gradients) < workers.LIMIT
 
 
 @pytest.mark.slow
