@@ -84,7 +84,7 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
     asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
-    options = {"loss_only": args.loss_only, "disable_passes": args.disable}
+    options = {"loss_only": args.loss_only, "disable_passes": args.disable, "memory_budget": args.memory_budget}
     if args.exchange == "all_gather":
         options["dynamic"] = False
     return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, **options)
@@ -156,6 +156,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
+        options["memory_budget"] = args.memory_budget
         asked |= {name: value for name, value in options.items() if value}
     result: dict[str, Any] = {
         "case": args.case,
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
+    parser.add_argument("--memory-budget", help="of ndcompile.compile, such as 10GB")
     parser.add_argument("--checkpoint", default="build/bench")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")

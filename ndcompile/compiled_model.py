@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, cast
@@ -47,12 +47,13 @@ from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.progress import stages
 from ndcompile.random_ops import stream_seed
+from ndcompile.recompute_choice import Choice, Stages, common
 from ndcompile.refusals import check_has_checkpoints, refuse_inner_calls, refuse_methods
 from ndcompile.replay import Replay
 from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan
-from ndcompile.signature import checkpointed_layers, describe, model_state
+from ndcompile.signature import checkpointed_layers, describe, layers_of, model_state
 from ndcompile.static_caches import CacheMemory, KeptCache, cache_shards, refuse_gradients
 from ndcompile.storage import ParameterStore
 from ndcompile.together import together
@@ -76,10 +77,11 @@ class Program:
 
 @dataclass
 class Signature:
-    """All programs of one signature, and the collectives that the ranks agreed on for it."""
+    """All programs of one signature, and the collectives and the recomputing that the ranks agreed on for it."""
 
     programs: list[Program]
     collectives: list[str]
+    recompute: Stages | None = None
 
 
 class CompiledModel:
@@ -97,6 +99,7 @@ class CompiledModel:
         loss_only: bool,
         verify: str = "error",
         cuda_graphs: bool = False,
+        memory_budget: int | None = None,
     ) -> None:
         self.model, self.mesh, self.backend = model, mesh, backend
         self.cuda_graphs, self.kept_cache = cuda_graphs, KeptCache()
@@ -104,7 +107,7 @@ class CompiledModel:
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
         self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
-        self.loss_only, self.verify = loss_only, verify
+        self.loss_only, self.verify, self.memory_budget = loss_only, verify, memory_budget
         for shadow in {self.shadow, self.whole} if loss_only else ():
             drop_logits(shadow.module)
         self.agreement = Agreement(mesh)
@@ -233,7 +236,8 @@ class CompiledModel:
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
-        key = (call.key(), (*model_state(self.model), ("gradients", self.accumulation.mode)))
+        options = (("gradients", self.accumulation.mode), ("memory budget", self.memory_budget))
+        key = (call.key(), (*model_state(self.model), *options))
         if key not in self.signatures:
             self.signatures[key] = self._agree_on_signature(key, call)
         signature = self.signatures[key]
@@ -285,7 +289,8 @@ class CompiledModel:
         """Transform, agree, lower. `sizes` names in errors what this capture is for; `whole` see `whole_capture`."""
         stage("running the passes")
         started = perf_counter()
-        run_passes(captured, self.pass_context(captured, whole), self.disabled)
+        agree = partial(self._agree_on_recompute, signature)
+        run_passes(captured, replace(self.pass_context(captured, whole), agree_on_recompute=agree), self.disabled)
         transformed = perf_counter()
         stage(f"compiling with {self.backend}")
         what = f"{type(self.model).__name__}, {sizes[0].lower()}{sizes[1:]}"
@@ -325,6 +330,13 @@ class CompiledModel:
         self.cache_memory[key].allocate(cache.cache, call.batch, self.mesh.device)
         return read_cache(cache.cache, cache.name)
 
+    def _agree_on_recompute(self, signature: Signature, choice: Choice) -> Stages:
+        """What all ranks recompute with this signature: later sizes keep to it, as one rank may meet them by itself."""
+        if signature.recompute is None:
+            found = self.agreement.exchange(f"capture{self.agreement.captures}/recompute", astuple(choice))
+            signature.recompute = common([Choice(tuple(stages), *rest) for stages, *rest in found])
+        return signature.recompute
+
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         dynamic = self.dynamic is True
@@ -347,6 +359,8 @@ class CompiledModel:
             whole_graph,
             self.accumulation.mode,
             self.verify,
+            layers_of(self.model),
+            self.memory_budget,
         )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.aliases import alias_parameters
+from ndcompile.byte_sizes import parse_bytes
 from ndcompile.call import bind
 from ndcompile.checkpoint import SaveReport, save, save_method
 from ndcompile.compiled_model import CompiledModel
@@ -51,6 +52,7 @@ def compile(
     loss_only: bool = False,
     verify: str = "error",
     cuda_graphs: bool = False,
+    memory_budget: int | str | None = None,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -79,6 +81,11 @@ def compile(
     cuda_graphs: record programs of inference whose shapes are fixed, such as a token behind a static cache, as CUDA
         graphs, which are replayed without Python launching kernels. The log `ndcompile.cuda_graphs` warns of a program
         that cannot be recorded, and says why. Needs the backend "inductor".
+    memory_budget: bytes, or such as "20GB" or "20GiB": how much a rank may keep between forward and backward. Layers
+        are recomputed in backward as far as that needs, the cheapest operators first, see passes/fit_memory_budget.py.
+        What counts are the tensors that the forward graph saves for the backward graph, each memory once, logits and
+        gathered weights that are kept among them; parameters, buffers and inputs do not count. With symbolic sizes it
+        holds for the sizes that were captured. PlanError at the first call says the least that is possible.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -97,6 +104,7 @@ def compile(
         loss_only,
         verify,
         cuda_graphs,
+        memory_budget,
     )
     compiled.bind()
     model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
@@ -116,6 +124,7 @@ def prepare(
     disable_passes: Collection[str] = (),
     expert_capacity: float | None = None,
     verify: str = "error",
+    memory_budget: int | str | None = None,
 ) -> PreTrainedModel:
     """Shard `model` for `torch.compile(model, backend="ndcompile")`; returns the same model object.
 
@@ -133,9 +142,19 @@ def prepare(
         "disable_passes": disable_passes,
         "expert_capacity": expert_capacity,
         "verify": verify,
+        "memory_budget": memory_budget,
     }
     compiled, weights = _shard(
-        model, mesh, distributed_config, checkpoint, lowering, None, disable_passes, expert_capacity, verify=verify
+        model,
+        mesh,
+        distributed_config,
+        checkpoint,
+        lowering,
+        None,
+        disable_passes,
+        expert_capacity,
+        verify=verify,
+        memory_budget=memory_budget,
     )
     compiled.bind(traced_forward(Prepared(compiled, options)))
     _fill(compiled, checkpoint, weights)
@@ -311,12 +330,16 @@ def _shard(
     loss_only: bool = False,
     verify: str = "error",
     cuda_graphs: bool = False,
+    memory_budget: int | str | None = None,
 ) -> tuple[CompiledModel, dict[str, Tensor]]:
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
     if cuda_graphs and backend != "inductor":
         raise ValueError(f'cuda_graphs=True needs backend="inductor", which records them; it is {backend!r}.')
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if budget is not None and backend == "eager":
+        raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
     check_disabled(disable_passes)
     check_mode(verify)
     check_model(model)
@@ -341,6 +364,7 @@ def _shard(
         loss_only=loss_only,
         verify=verify,
         cuda_graphs=cuda_graphs,
+        memory_budget=budget,
     )
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
     return compiled, weights

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ndcompile.accumulation import REDUCED
 from ndcompile.mesh import Axis, StorageMesh
+from ndcompile.recompute_choice import Choice, Stages, alone
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import FakeTensorMode
 
@@ -21,6 +22,8 @@ class PassContext:
     checkpointed: FQNs of layers whose activations are recomputed in backward, in order.
     gradients: whether the graph reduces them, holds them, or adds those held before, see `ndcompile.accumulation`.
     verify: what happens to a graph that is not proven, see `ndcompile.proof.check`.
+    layers: FQNs of the layers that could be recomputed, in order. memory_budget: bytes that forward may save, if given.
+    agree_on_recompute: what the ranks make of this one's choice.
     whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
@@ -32,6 +35,9 @@ class PassContext:
     whole_graph: Callable[[], fx.Graph] | None = None
     gradients: str = REDUCED
     verify: str = "error"
+    layers: tuple[str, ...] = ()
+    memory_budget: int | None = None
+    agree_on_recompute: Callable[[Choice], Stages] = alone
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""

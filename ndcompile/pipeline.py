@@ -13,6 +13,7 @@ from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
+from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.passes.hold_gradients import hold_gradients
 from ndcompile.passes.merge_boundaries import merge_boundaries
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
@@ -41,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     checkpoint_layers,
     unshard_parameters,
     hold_gradients,
+    fit_memory_budget,
 )
 
 PROVEN_BEFORE: Pass = merge_boundaries

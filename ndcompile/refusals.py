@@ -121,7 +121,10 @@ def check_optimizers(model: nn.Module) -> None:
 def check_options(config: DistributedConfig) -> None:
     """Raises UnsupportedError for options of DistributedConfig that are not implemented yet."""
     if config.fsdp_cpu_offload:
-        raise UnsupportedError("fsdp_cpu_offload=True is not supported yet. Leave it off.")
+        raise UnsupportedError(
+            "fsdp_cpu_offload=True is not supported yet. Leave it off: shard over more ranks (fsdp_size), or "
+            "keep less for backward with memory_budget=."
+        )
 
 
 def _raiser(sentence: str):

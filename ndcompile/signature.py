@@ -47,6 +47,19 @@ def _runs(values: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
     return tuple((value, sum(1 for _ in group)) for value, group in itertools.groupby(values))
 
 
+def layers_of(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the layers that could be recomputed, in order: those that transformers can checkpoint, or, of an ordinary
+    module, the members of its outermost lists."""
+    modules = dict(model.named_modules())
+    able = [name for name, module in modules.items() if hasattr(module, "gradient_checkpointing")]
+    innermost = tuple(name for name in able if name and not any(other.startswith(f"{name}.") for other in able))
+    if innermost:
+        return innermost
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return tuple(f"{name}.{number}" for name in outermost for number in range(len(modules[name])))  # type: ignore[arg-type]
+
+
 def checkpointed_layers(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the layers that gradient checkpointing is switched on for, in training."""
     if not torch.is_grad_enabled():

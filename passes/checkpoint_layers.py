@@ -9,16 +9,11 @@ work alike for every front end: only module names are needed.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import all_to_all
-from ndcompile.routing_checks import CHECKED_SPLITS
-
-READ_BY_THE_HOST = {all_to_all, CHECKED_SPLITS, torch.ops.aten._local_scalar_dense.default}
-"""Numbers of rows that experts exchange: some integers, for which backward need not wait for the host again."""
+from ndcompile.recompute import OUTSIDE, READ_BY_THE_HOST, layer_of
 
 
 def checkpoint_layers(graph: fx.Graph, context: PassContext) -> None:
@@ -27,14 +22,8 @@ def checkpoint_layers(graph: fx.Graph, context: PassContext) -> None:
     if not layers:
         return
     for node in graph.nodes:
-        number = _layer(node.meta.get("custom", {}).get("module", ""), layers)
-        if node.op == "call_function" and number is not None and "unshard" not in node.meta["custom"]:
+        number = layer_of(node.meta.get("custom", {}).get("module", ""), layers)
+        if node.op == "call_function" and number != OUTSIDE and "unshard" not in node.meta["custom"]:
             keep = node.target in READ_BY_THE_HOST and not node.meta["differentiable"]
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = number
-
-
-def _layer(module: str, layers: dict[str, int]) -> int | None:
-    parts = module.split(".")
-    names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return next((layers[name] for name in names if name in layers), None)

@@ -232,3 +232,13 @@ def test_large_models_are_planned_in_a_minute_and_4_gb(name, config, ranks, stor
     assert measured["peak"] < 4e9
     if stored:
         assert measured["parameters"] == pytest.approx(stored, rel=0.001)
+
+
+def test_saved_tensors_are_listed_and_follow_a_memory_budget():
+    options = {"batch_size": 2, "seq_len": 64}
+    free = ndcompile.plan(models.config("llama"), {"fsdp_size": 2}, **options)
+    activations = {figure.name: figure.value for figure in free.report.memory}["activations"]
+    assert sum(row.nbytes for row in free.report.saved) == activations
+    less = ndcompile.plan(models.config("llama"), {"fsdp_size": 2}, memory_budget=int(0.8 * activations), **options)
+    assert sum(row.nbytes for row in less.report.saved) <= 0.8 * activations
+    assert "Saved for backward" in str(less)

@@ -15,13 +15,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.byte_sizes import parse_bytes
 from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
 from ndcompile.inspection.memory import memory, stored_bytes
 from ndcompile.inspection.rates import Rates, find_rates
 from ndcompile.inspection.report import Report
-from ndcompile.inspection.rows import boundary_rows, collective_rows, parameter_rows, pass_rows
+from ndcompile.inspection.rows import boundary_rows, collective_rows, parameter_rows, pass_rows, saved_rows
 from ndcompile.inspection.rules import rules_of
 from ndcompile.inspection.serial import read_report, write_report
 from ndcompile.inspection.source import model_of
@@ -101,6 +102,7 @@ def plan(
     gradient_checkpointing: bool = False,
     rates: str | Rates = "h100-infiniband",
     whole: bool = False,
+    memory_budget: int | str | None = None,
 ) -> Plan:
     """Plan a training step of a model on a mesh: no GPU, no weights, no other ranks, no process group.
 
@@ -115,6 +117,7 @@ def plan(
     gradient_checkpointing: recompute the activations of every layer; otherwise what the model is set to.
     rates: a preset, the path of a .json or .toml file (`ndcompile.inspection.rates`), or Rates.
     whole: trace every layer, instead of those that differ. The figures are the same.
+    memory_budget: see `ndcompile.compile`; every layer is traced then.
 
     Raises MeshError, PlanError, CaptureError, UnsupportedError and ValueError as `ndcompile.compile` and the first call
     would, and for input that cannot be read.
@@ -133,7 +136,14 @@ def plan(
     if gradient_checkpointing:
         built.activation_checkpointing_enable()
     traced = trace(
-        built, sizes, config, batch_size=batch_size, seq_len=seq_len, expert_capacity=expert_capacity, whole=whole
+        built,
+        sizes,
+        config,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        expert_capacity=expert_capacity,
+        whole=whole,
+        memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
     )
     report = _report(built, config, traced, rates, optimizer_dtype)
     return Plan(dataclasses.replace(report, batch_size=batch_size, seq_len=seq_len), traced)
@@ -208,6 +218,7 @@ def _report(
         notes=_notes(traced),
         layer_list=traced.stack.path,
         layers={str(index): traced_one for index, traced_one in traced.stack.represents.items()},
+        saved=saved_rows(traced),
     )
 
 

@@ -10,7 +10,6 @@ over the vocabulary reads it twice). Views are free.
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from ndcompile.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.trace import module_of
+from ndcompile.saved_activations import is_view
 
 Size = Callable[[Any], int]
 """A size of a fake tensor, which may be symbolic, as a number."""
@@ -249,13 +249,3 @@ def fuses(node: fx.Node) -> bool:
     name = name_of(node)
     apart = name in ALONE or name == GROUPED or name.startswith(ATTENTION) or target.overloadpacket in flop_registry
     return not apart
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node only names (part of) what another one holds; a wait and the parts of a tuple do too."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem or is_wait(node):
-        return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (target.is_view or name_of(node) == "_unsafe_view")

@@ -13,6 +13,7 @@ from torch import fx
 from ndcompile.inspection.report import Figure
 from ndcompile.inspection.storages import Storages
 from ndcompile.inspection.trace import Traced, module_of
+from ndcompile.saved_activations import saved_activations
 from ndcompile.sharding_plan import ParameterPlan
 
 MOMENTS = 2
@@ -63,7 +64,7 @@ def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory
     parameters = sum(stored_bytes(p) for p in traced.plan.parameters)
     optimizer = MOMENTS * sum(stored_bytes(p, optimizer_dtype) for p in trained)
     forward, backward = Storages(traced.forward.graph), Storages(traced.backward.graph)
-    saved = _saved(traced, forward)
+    saved = saved_activations(traced.forward.graph, traced.backward.graph)
     alive = max(_forward_peak(traced, forward), _backward_peak(traced, backward, saved))
     return Memory(
         parameters=parameters,
@@ -77,17 +78,6 @@ def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory
 def stored_bytes(entry: ParameterPlan, dtype: torch.dtype | None = None) -> int:
     """Bytes of a rank's buffer of a parameter, or of one like it in another dtype."""
     return prod(entry.storage_shape) * (dtype or entry.dtype).itemsize
-
-
-def _saved(traced: Traced, forward: Storages) -> dict[str, fx.Node]:
-    """Name in the backward graph -> the node of the forward graph whose memory is kept for it, each memory once."""
-    taken = {node.name for node in traced.backward.graph.find_nodes(op="placeholder")}
-    saved: dict[fx.Node, str] = {}
-    for node in traced.forward.graph.output_node().all_input_nodes:
-        owner = forward.owner[node]
-        if node.name in taken and owner.op != "placeholder" and isinstance(owner.meta.get("val"), torch.Tensor):
-            saved.setdefault(owner, node.name)
-    return {name: owner for owner, name in saved.items()}
 
 
 def _forward_peak(traced: Traced, storages: Storages) -> int:

@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--optimizer-dtype", type=_dtype, metavar="DTYPE", help="of AdamW's moments, such as float32")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
     parser.add_argument("--derive", action="store_true", help="derive and print a tp_plan, for a model that has none")
+    parser.add_argument("--memory-budget", metavar="SIZE", help="of activations a rank may save, such as 20GB")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         optimizer_dtype=options.optimizer_dtype,
         gradient_checkpointing=options.checkpointing,
         rates=options.rates,
+        memory_budget=options.memory_budget,
     )
     if options.json:
         made.to_json(options.json)

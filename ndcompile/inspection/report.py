@@ -111,6 +111,21 @@ class PathStep:
 
 
 @dataclass(frozen=True)
+class SavedRow:
+    """Tensors of one kind that forward keeps for backward. module: with `*` for the layers, "" outside of modules.
+
+    operator: what made it. shape: local, of one tensor. nbytes: of all `count` together.
+    """
+
+    module: str
+    operator: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Report:
     """A sharding plan with what it costs.
 
@@ -118,7 +133,7 @@ class Report:
     rates: name of the link and compute rates, and the rates. memory: parameters, gradients, optimizer, activations,
     peak, in this order. compute: floating point operations and their time. time: of a step, exposed communication.
     experts, notes: lines to print. layers: FQN of the layers' list, and index of a layer -> the traced one that stands
-    for it.
+    for it. saved: what "activations" of memory is made of, the largest first.
     """
 
     model: str
@@ -140,6 +155,7 @@ class Report:
     schema: int = SCHEMA
     layer_list: str = ""
     layers: Mapping[str, int] = field(default_factory=dict)
+    saved: tuple[SavedRow, ...] = ()
 
     @property
     def ranks(self) -> int:

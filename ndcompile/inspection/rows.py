@@ -13,11 +13,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.inspection.kernels import is_collective, name_of
-from ndcompile.inspection.report import BoundaryRow, CollectiveRow, ParameterRow, PassRow
+from ndcompile.inspection.report import BoundaryRow, CollectiveRow, ParameterRow, PassRow, SavedRow
 from ndcompile.inspection.rules import Rules, generic
-from ndcompile.inspection.trace import NodeLine, PassView, Traced, module_of
+from ndcompile.inspection.trace import NodeLine, PassView, Traced, module_of, operator_of
 from ndcompile.plan_table import fold
 from ndcompile.redistribute import REDISTRIBUTE, all_to_all, average_gradient, redistribute, shard, unshard
+from ndcompile.saved_activations import saved_activations
 from ndcompile.sharding_plan import FREE
 from ndcompile.torch_private import StridedShard
 
@@ -121,6 +122,20 @@ def collective_rows(traced: Traced, seconds: Mapping[fx.Node, float]) -> tuple[C
         sent = trips * nbytes * (ranks - 1) // ranks
         rows.append(CollectiveRow(kind, axis, ranks, phase, purpose, count, nbytes, sent, sum(s for _, _, s in nodes)))
     return tuple(rows)
+
+
+def saved_rows(traced: Traced) -> tuple[SavedRow, ...]:
+    """What forward keeps for backward, those alike in all layers as one row, the largest first."""
+    found: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
+    sizes: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
+    for node in saved_activations(traced.forward.graph, traced.backward.graph).values():
+        value = node.meta["val"]
+        shape = tuple(traced.size(length) for length in value.shape)
+        key = (generic(module_of(node)), operator_of(node), spell(value.dtype), shape)
+        found[key] += traced.times(node)
+        sizes[key] = traced.nbytes(value)
+    rows = [SavedRow(*key, nbytes=count * sizes[key], count=count) for key, count in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
 def larger_side(traced: Traced, node: fx.Node) -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
+from ndcompile.byte_sizes import parse_bytes
 from ndcompile.inspection.rates import PRESETS, find_rates
 from ndcompile.inspection.search import search
 from ndcompile.inspection.source import model_of
 from ndcompile.progress import stages
-
-BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_parser(commands: Any) -> None:
@@ -66,10 +63,8 @@ def number(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes, for argparse: a number and a unit, such as 80GiB (2**30) or 80GB (10**9)."""
-    match = re.fullmatch(r"([0-9]+(?:[.][0-9]+)?) *([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in BYTES or not float(match[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no size of memory: give a number and a unit, such as 80GiB or 80GB"
-        )
-    return int(float(match[1]) * BYTES[match[2].upper()])
+    """Bytes, for argparse, see `parse_bytes`."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

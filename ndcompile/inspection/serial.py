@@ -18,6 +18,7 @@ from ndcompile.inspection.report import (
     PassRow,
     PathStep,
     Report,
+    SavedRow,
 )
 
 ROWS: dict[str, type] = {
@@ -29,6 +30,7 @@ ROWS: dict[str, type] = {
     "compute": Figure,
     "time": Figure,
     "critical_path": PathStep,
+    "saved": SavedRow,
 }
 """Fields of a report that are lists of objects."""
 
@@ -53,6 +55,7 @@ def read_report(path: str | Path) -> Report:
         )
     if given["schema"] != SCHEMA:
         raise NdcompileError(f"{path} has schema {given['schema']}, this ndcompile reads {SCHEMA}. Plan again.")
+    given.setdefault("saved", [])  # came after the first files of this schema
     try:
         rows = {name: tuple(_build(kind, row) for row in given.pop(name)) for name, kind in ROWS.items()}
         return _build(Report, given | rows)

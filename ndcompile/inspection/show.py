@@ -27,7 +27,7 @@ def show(report: Report, width: int | None, file: TextIO) -> None:
     """Print the tables to `file`; width None is the terminal's, or WIDTH where there is none."""
     console = Console(file=file, width=width or (None if file.isatty() else WIDTH), highlight=False)
     console.print(_head(report), markup=False)
-    for table in (_parameters(report), _boundaries(report), _collectives(report)):
+    for table in (_parameters(report), _boundaries(report), _collectives(report), _saved(report)):
         console.print()
         console.print(table)
     for title, figures, spell in (
@@ -100,6 +100,19 @@ def _collectives(report: Report) -> Table:
         axis = f"{row.axis}={row.ranks}"
         numbers = (str(row.count), spell_bytes(row.nbytes), spell_bytes(row.sent), spell_seconds(row.seconds))
         table.add_row(row.kind, axis, row.phase, row.purpose, *numbers)
+    return table
+
+
+def _saved(report: Report) -> Table:
+    table = _table("Saved for backward")
+    table.add_column("module", overflow="fold", ratio=1)
+    for column in ("operator", "dtype", "of a rank"):
+        table.add_column(column, no_wrap=True)
+    for column in ("count", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report.saved:
+        numbers = (str(row.count), spell_bytes(row.nbytes))
+        table.add_row(row.module or "(model)", row.operator, row.dtype, _shape(row.shape), *numbers)
     return table
 
 

@@ -7,14 +7,14 @@ reads is written. Here operators that are connected without a kernel of another 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
-from ndcompile.inspection.kernels import fuses, is_view, name_of
+from ndcompile.inspection.kernels import fuses, name_of
+from ndcompile.saved_activations import is_view, own_part
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -47,7 +47,7 @@ class Storages:
         self.level: dict[fx.Node, int] = {}
         for node in self.order:
             sources = [self.owner[source] for source in node.all_input_nodes]
-            self.owner[node] = sources[0] if is_view(node) and not _own_part(node) else node
+            self.owner[node] = sources[0] if is_view(node) and not own_part(node) else node
             self.level[node] = max((self.level[s] + (not fuses(s)) for s in sources), default=0)
 
     def _deaths(self) -> None:
@@ -81,17 +81,6 @@ class Storages:
                 yield from self._users(user)
             else:
                 yield user
-
-
-def _own_part(node: fx.Node) -> bool:
-    """Whether a node takes one of several tensors that an operator returned, each with memory of its own."""
-    source = node
-    while source.target is operator.getitem:
-        source = source.all_input_nodes[0]
-    return source is not node and not is_view(source) and name_of(source) not in VIEWS_IN_PARTS
-
-
-VIEWS_IN_PARTS = {"split", "split_with_sizes", "unbind", "chunk", "unsafe_split"}
 
 
 def _as_run(graph: fx.Graph) -> list[fx.Node]:

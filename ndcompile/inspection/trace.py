@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any
@@ -26,20 +26,23 @@ from ndcompile.dump import dump
 from ndcompile.graph_input import PARAMETER
 from ndcompile.inspection.attention import fuse_attention
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
-from ndcompile.inspection.routing import even_rows
 from ndcompile.loader.layouts import storage_axes
 from ndcompile.lower import lower
 from ndcompile.mesh import FUSED, Axis, StorageMesh
 from ndcompile.pass_context import PassContext
+from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.pipeline import run_passes
 from ndcompile.proof.prove import Proof
 from ndcompile.redistribute import redistribute
+from ndcompile.saved_activations import even_rows
 from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharded_dims import unsharded
 from ndcompile.sharding_plan import ShardingPlan, build_plan
-from ndcompile.signature import checkpointed_layers
+from ndcompile.signature import checkpointed_layers, layers_of
 from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
 from ndcompile.verifier import GRADIENT_NODES
+
+BUDGET = fit_memory_budget.__name__
 
 
 @dataclass(frozen=True)
@@ -129,18 +132,20 @@ def trace(
     disabled: Collection[str] = (),
     whole: bool = False,
     proven: bool = True,
+    memory_budget: int | None = None,
 ) -> Traced:
     """Trace a training step of `batch_size` sequences of `seq_len` tokens on a mesh of `sizes`.
 
     model: on meta or with weights; it is left as it is. sizes: dp_replicate, fsdp, tp and ep, the number of expert
-    shards. whole: trace every layer, even where layers are alike. proven: capture without tp too, and prove the graph.
+    shards. whole: trace every layer, even where layers are alike; so does a `memory_budget`, which recomputes some of
+    them. proven: capture without tp too, and prove the graph.
 
     Works with and without a running process group, and starts none. Raises PlanError and CaptureError as
     `ndcompile.compile` and the first call do.
     """
     copied = copy_without_weights(model).train()
     plan = build_plan(copy_without_weights(model), sizes, config, expert_capacity=expert_capacity)
-    stack = stack_of(copied, plan, whole)
+    stack = stack_of(copied, plan, whole or memory_budget is not None)
     keep_traced(copied, stack)
     part, mesh = traced_part(plan, stack), mesh_of_sizes(plan.sizes)
     views: list[PassView] = []
@@ -160,10 +165,16 @@ def trace(
         whole_graph = without_tp if "tp" in mesh.axes and proven else None
         checkpointed = checkpointed_layers(copied)
         context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
+        context = replace(context, layers=layers_of(copied), memory_budget=memory_budget)
         groups = {axis.group: name for name, axis in mesh.axes.items()}
-        proof = run_passes(captured, context, disabled, lambda name, gm: views.append(_view(name, gm.graph, groups)))
+        later = set() if memory_budget is None else {BUDGET}  # it measures the graph that is lowered
+        proof = run_passes(
+            captured, context, later.union(disabled), lambda name, gm: views.append(_view(name, gm.graph, groups))
+        )
         _mark_parameters(captured.module.graph)
         fuse_attention(captured.module.graph)
+        if later.difference(disabled):
+            fit_memory_budget(captured.module.graph, context)
         graphs = lower(captured, "aot_eager", alike=True)[1]
     assert graphs.forward is not None
     assert graphs.backward is not None, "no parameter requires a gradient"
