@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.partition import tag_regathered_weights
-from ndcompile.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, redistribute
+from ndcompile.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, pair, redistribute
 from ndcompile.routing_checks import CHECKED_SPLITS
 from ndcompile.saved_activations import even_rows, is_view, nbytes, saved_activations
 from ndcompile.torch_private import (
@@ -77,11 +77,16 @@ def classes(graph: fx.Graph, layers: Sequence[str]) -> dict[fx.Node, tuple[int, 
     return found
 
 
+LOCAL: tuple[object, ...] = (identity, narrow)
+"""Moves of a redistribution that no other rank takes part in."""
+
+
 def _class(node: fx.Node) -> int:
     if node.target in READ_BY_THE_HOST and not node.meta["differentiable"]:
         return KEPT
     if node.target is redistribute:
-        return CHEAP if REDISTRIBUTE[node.args[3][0], node.args[4][0]][0] in (identity, narrow) else COLLECTIVES  # type: ignore[index]
+        src, dst = pair(node)
+        return CHEAP if REDISTRIBUTE[src[0], dst[0]][0] in LOCAL else COLLECTIVES
     if node.target is all_to_all:
         return COLLECTIVES
     if isinstance(node.target, torch._ops.OpOverload):

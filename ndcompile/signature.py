@@ -57,7 +57,7 @@ def layers_of(model: nn.Module) -> tuple[str, ...]:
         return innermost
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return tuple(f"{name}.{number}" for name in outermost for number in range(len(modules[name])))  # type: ignore[arg-type]
+    return tuple(f"{name}.{number}" for name in outermost for number in range(len(modules[name])))
 
 
 def checkpointed_layers(model: nn.Module) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def _key(start: fx.Node) -> Hashable:
 def _buckets(chains: Iterable[Chain], key: Callable[[Chain], Hashable]) -> list[list[Chain]]:
     """Groups of two or more."""
     open_buckets: dict[Hashable, list[Chain]] = {}
-    buckets = []
+    buckets: list[list[Chain]] = []
     for chain in chains:
         if chain.size > SMALL:
             continue

@@ -8,11 +8,13 @@ from zoo_case import LIMIT, ZooCase, measure
 # What is particular. mamba2: a chunked state space. bloom: an autograd Function. emu3: a nested config. apertus:
 # parameters of an activation. phi3: fused projections, gathered. gpt_oss: sinks and interleaved gates. dots3_note: an
 # indexer under no_grad, latent attention. llama4: chunked attention, stacked experts. lfm2: convolutions. jamba: scans.
-# deepseek_v3: grouped routing and shared experts. qwen3_moe: exchanged experts.
+# deepseek_v3: grouped routing and shared experts. qwen3_moe: exchanged experts. hrm_text: weights whose first use is
+# under no_grad.
 CASES = [
     ("mamba2", "fsdp4"),
     ("bloom", "fsdp4"),
     ("emu3", "replicate2_fsdp2"),
+    ("hrm_text", "fsdp4"),
     ("apertus", "tp2"),
     ("phi3", "tp2"),
     ("gpt_oss", "tp2"),
