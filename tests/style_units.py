@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 HIDDEN, WIDTH, ROWS = 12, 20, 30
 
@@ -60,6 +61,37 @@ class PackedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(torch.tanh(gate) * up)
+
+
+class Packed3Mlp(nn.Module):
+    """Three projections in one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.three = nn.Linear(HIDDEN, 3 * width)
+        self.down = nn.Linear(width, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, shift = self.three(x).chunk(3, dim=-1)
+        return self.down(torch.tanh(gate) * up + shift)
+
+
+class TransposedMlp(Mlp):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.up, self.down = Conv1D(width, HIDDEN), Conv1D(HIDDEN, width)
+
+
+class TransposedPackedMlp(PackedMlp):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.gate_up, self.down = Conv1D(2 * width, HIDDEN), Conv1D(HIDDEN, width)
+
+
+class TransposedPacked3Mlp(Packed3Mlp):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.three, self.down = Conv1D(3 * width, HIDDEN), Conv1D(HIDDEN, width)
 
 
 class PackedInput(nn.Module):
@@ -177,6 +209,7 @@ EXPERTS_PLAN = {
     "unit.experts": "moe_tp_experts",
 }
 COLWISE, ROWWISE = {"unit.up": "colwise"}, {"unit.down": "rowwise"}
+ROWWISE_TRANSPOSED = {"unit.down": "rowwise_transposed"}
 
 UNITS = {
     "mlp": Unit(Mlp, {**COLWISE, **ROWWISE}),
@@ -184,6 +217,12 @@ UNITS = {
     "rep": Unit(Mlp, {"unit.up": "colwise_rep", "unit.down": "rowwise_rep"}),
     "replicate": Unit(Mlp, {"unit.up": "replicate", "unit.down": "rowwise_split_input"}),
     "packed": Unit(PackedMlp, {"unit.gate_up": "packed_colwise", **ROWWISE}),
+    "packed3": Unit(Packed3Mlp, {"unit.three": "packed3_colwise", **ROWWISE}),
+    "transposed": Unit(TransposedMlp, {"unit.up": "colwise_transposed", **ROWWISE_TRANSPOSED}),
+    "transposed_packed": Unit(TransposedPackedMlp, {"unit.gate_up": "packed_colwise_transposed", **ROWWISE_TRANSPOSED}),
+    "transposed_packed3": Unit(
+        TransposedPacked3Mlp, {"unit.three": "packed3_colwise_transposed", **ROWWISE_TRANSPOSED}
+    ),
     "packed_input": Unit(
         PackedInput,
         {"unit.left": "colwise", "unit.right": "colwise", "unit.down": "packed_rowwise", "unit": "all_reduce"},
@@ -191,6 +230,10 @@ UNITS = {
     "bare_parameters": Unit(
         BareParameters,
         {"unit.up": "colwise", "unit.scale": "colwise", "unit.down": "rowwise", "unit": "all_reduce"},
+    ),
+    "first_dim": Unit(
+        BareParameters,
+        {"unit.up": "first_dim", "unit.scale": "first_dim", "unit.down": "rowwise", "unit": "all_reduce"},
     ),
     "head_norm": Unit(HeadNorm, {**COLWISE, "unit.norm": "replicated_with_grad_allreduce", **ROWWISE}),
     "head_norm_without_rule": Unit(HeadNorm, {**COLWISE, **ROWWISE}),

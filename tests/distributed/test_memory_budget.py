@@ -87,6 +87,7 @@ def test_saved_bytes_fit_and_gradients_are_the_same_on_fsdp(world, checkpoint):
     _assert_budgets_hold(world(2), FSDP2, checkpoint, (0.6, 0.2, 0))
 
 
+@pytest.mark.slow
 def test_saved_bytes_fit_and_gradients_are_the_same_on_fsdp_and_tp(ranks, checkpoint):
     _assert_budgets_hold(ranks, FSDP2_TP2, checkpoint, (0.7, 0))
 
@@ -151,6 +152,7 @@ def _grown(checkpoint):
     return ""
 
 
+@pytest.mark.slow
 def test_later_sizes_that_need_more_recomputing_are_refused(world, checkpoint):
     for error in world(2)(_grown, checkpoint("llama", **LAYERS)):
         assert "Let the first batch be the largest one" in error
@@ -182,6 +184,7 @@ def _cache_keys(checkpoint):
     return tags
 
 
+@pytest.mark.slow
 def test_the_choice_is_part_of_cache_keys(world, checkpoint):
     for none, enough, little in world(2)(_cache_keys, checkpoint("llama", **LAYERS)):
         assert none == enough != little
