@@ -71,6 +71,18 @@ def backward(sizes: dict[str, float]) -> Graph:
     return g
 
 
+def replicated_backward(mib: float) -> Graph:
+    """Two gradients, each reduced over fsdp and then over dp_replicate."""
+    g = Graph()
+    results = []
+    for name in ("a", "b"):
+        scattered = g.gradient(name, mib)
+        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
+        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
+    g.graph.output(tuple(results))
+    return g
+
+
 def test_the_next_gather_starts_before_the_wait_for_the_current_weight():
     g = forward({"a": 300, "b": 300})
     overlap_communication(g.graph)
@@ -120,13 +132,7 @@ def test_a_gradient_is_waited_for_behind_what_is_computed_meanwhile():
 
 
 def test_the_all_reduce_of_replicas_starts_with_its_reduced_gradient_and_is_waited_for_last():
-    g = Graph()
-    results = []
-    for name in ("a", "b"):
-        scattered = g.gradient(name, 300)
-        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
-        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
-    g.graph.output(tuple(results))
+    g = replicated_backward(300)
     overlap_communication(g.graph)
     assert g.names() == [
         "grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "reduce_a", "wait_b", "reduce_b", "done_a", "done_b",
@@ -195,12 +201,6 @@ def test_small_gradients_are_reduced_as_one():
 
 
 def test_the_all_reduces_of_a_bucket_become_one_too():
-    g = Graph()
-    results = []
-    for name in ("a", "b"):
-        scattered = g.gradient(name, 4)
-        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
-        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
-    g.graph.output(tuple(results))
+    g = replicated_backward(4)
     bucket_collectives(g.graph)
     assert _kinds(g) == ["reduce_scatter_tensor", "all_reduce"]
