@@ -131,6 +131,12 @@ def test_a_gradient_is_waited_for_behind_what_is_computed_meanwhile():
     ]  # fmt: skip
 
 
+def test_one_reduction_is_under_way_however_large():
+    g = backward({"a": 2048, "b": 2048})
+    overlap_communication(g.graph)
+    assert g.names() == ["grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "wait_b"]
+
+
 def test_the_all_reduce_of_replicas_starts_with_its_reduced_gradient_and_is_waited_for_last():
     g = replicated_backward(300)
     overlap_communication(g.graph)
