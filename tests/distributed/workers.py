@@ -8,11 +8,14 @@ from typing import Any
 
 import models
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 import ndcompile
+from ndcompile.torch_private import StridedShard
 
 LIMIT = 1e-5
 """Largest error of a float32 tensor, by `error`."""
@@ -81,7 +84,26 @@ def compiled(
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor of a DTensor; collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    try:
+        return tensor.full_tensor()
+    except ValueError:  # torch 2.11, of a packed tensor, on every rank
+        return _packed(tensor)
+
+
+def _packed(tensor: DTensor) -> Tensor:
+    """The whole tensor of shards that were cut by the mesh's dims in order, packed ones in parts."""
+    whole = tensor.to_local()
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        shards: list[Tensor] = [whole] * tensor.device_mesh.size(axis)
+        dist.all_gather_object(shards, whole, group=tensor.device_mesh.get_group(axis))
+        parts = placement.split_factor if isinstance(placement, StridedShard) else 1
+        pieces = [shard.chunk(parts, placement.dim) for shard in shards]
+        whole = torch.cat([piece[part] for part in range(parts) for piece in pieces], placement.dim)
+    return whole
 
 
 @dataclass
