@@ -18,8 +18,8 @@ from ndcompile.torch_private import (
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
+    decompositions,
     launch_empty_grids,
-    select_decomp_table,
     tracing,
 )
 
@@ -68,14 +68,16 @@ def lower(
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
                 settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}
-            compiled: Any = compile_fx(module, fakes, config_patches=settings, **options)
+            compiled: Any = compile_fx(
+                module, fakes, config_patches=settings, decompositions=decompositions(), **options
+            )
             return compiled, partitioner
         compiler = aot_autograd(
             fw_compiler=partitioner.record_and_run,
             inference_compiler=partitioner.record_and_run,
             bw_compiler=partitioner.record_and_run,
             partition_fn=partitioner,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions(),
         )
         return compiler(module, fakes), partitioner
 

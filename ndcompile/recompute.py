@@ -29,7 +29,7 @@ from ndcompile.torch_private import (
     aot_autograd,
     make_boxed_func,
     min_cut_rematerialization_partition,
-    select_decomp_table,
+    decompositions,
     tracing,
 )
 
@@ -158,7 +158,7 @@ def joint_of(
         inference_compiler=as_it_is,
         bw_compiler=as_it_is,
         partition_fn=keep,
-        decompositions=select_decomp_table(),
+        decompositions=decompositions(),
     )
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     module = graph.owning_module

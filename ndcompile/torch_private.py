@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -143,6 +143,22 @@ def _scan(
     return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table. What `cat` makes of one tensor and empty ones is contiguous, as it is without a compiler.
+
+    Inductor's own decomposition (torch/_inductor/decomposition.py) returns a clone with the strides of that tensor, so
+    that a `view` of it which runs without a compiler fails in the trace (a rotary embedding over whole heads).
+    """
+    table = dict(select_decomp_table())
+    original = table[torch.ops.aten.cat.default]
+
+    def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+        joined = original(tensors, dim)
+        return joined if joined is NotImplemented else joined.contiguous()
+
+    return table | {torch.ops.aten.cat.default: cat}
+
+
 class data_as_detached(TorchFunctionMode):
     """While active, `tensor.data` is `tensor.detach()`, which a trace sees; to set it is refused."""
 
@@ -276,6 +292,7 @@ __all__ = [
     "compiling",
     "data_as_detached",
     "default_group",
+    "decompositions",
     "default_store",
     "disable_proxy_modes_tracing",
     "dynamo_fake_mode",
@@ -293,7 +310,6 @@ __all__ = [
     "register_process_group",
     "resolve_process_group",
     "scans_as_operators",
-    "select_decomp_table",
     "size_hint",
     "skipped_cuda_graphs",
     "trace_structured",

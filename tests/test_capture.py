@@ -192,3 +192,21 @@ def test_gradients_flow_past_a_conversion_in_a_no_grad_region():
     plain(x).backward()
     model(x).backward()
     torch.testing.assert_close(model.first.weight.grad.full_tensor(), plain.first.weight.grad)
+
+
+class _RotatesWholeHeads(torch.nn.Module):
+    """Rotates all of a head's channels and appends the rest, which is empty (GPT-NeoX with rotary_pct 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.project(x).transpose(1, 2)
+        return torch.cat((heads[..., :8].cos(), heads[..., 8:]), -1).view(-1, 4, 8).sum()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_joining_with_nothing_gives_a_contiguous_tensor(backend):
+    plain, x = _RotatesWholeHeads(), torch.randn(2, 4, 3, 8)
+    torch.testing.assert_close(ndcompile.compile(copy.deepcopy(plain), backend=backend)(x), plain(x))
