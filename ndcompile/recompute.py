@@ -27,9 +27,9 @@ from ndcompile.torch_private import (
     FakeTensorMode,
     TracingContext,
     aot_autograd,
+    decompositions,
     make_boxed_func,
     min_cut_rematerialization_partition,
-    decompositions,
     tracing,
 )
 
