@@ -11,7 +11,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.call import bind
 from ndcompile.capture import Captured, capture
-from ndcompile.inspection.trace import mesh_of_sizes
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.pass_context import PassContext
 from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharded_dims import unsharded

@@ -28,8 +28,8 @@ from ndcompile.derive.dataflow import find_pairs, watched_integers
 from ndcompile.derive.proposals import Modules, Rules, pair_proposals, vocabulary_proposals
 from ndcompile.errors import CaptureError, NdcompileError, PlanError, UnsupportedError, VerifyError
 from ndcompile.inspection.layers import keep_traced, stack_of
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.source import model_of
-from ndcompile.inspection.trace import mesh_of_sizes
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.shadow import Shadow, copy_without_weights
@@ -125,7 +125,7 @@ def with_derived_plan(model: nn.Module, config: DistributedConfig, tp_size: int)
 
 
 @contextmanager
-def _without_traces_of_refusals() -> Iterator[None]:
+def without_traces_of_refusals() -> Iterator[None]:
     """torch logs a traceback for every shape that does not fit; here that is an answer."""
     log = logging.getLogger(fake_tensor.__name__)
     before = log.level
@@ -153,7 +153,7 @@ class _Search:
 
     def run(self) -> None:
         """Try every pair, that with the most parameters first, and the vocabulary."""
-        with torch.inference_mode(False), torch.enable_grad(), _without_traces_of_refusals():
+        with torch.inference_mode(False), torch.enable_grad(), without_traces_of_refusals():
             graph, read = self._prepare()
             modules = Modules(self.model)
             pairs = find_pairs(graph, self.model)
