@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
+from ndcompile.asserted_branches import failed_check
 from ndcompile.caches import CacheShards, CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
@@ -232,6 +233,8 @@ class CompiledModel:
         except RuntimeError as error:  # a lost connection, if a rank gave up
             if (reason := self.agreement.peer_gave_up()) is not None:
                 raise AgreementError(f"A rank left: {reason}") from error
+            if (message := failed_check(program.captured.module.graph, error)) is not None:
+                raise RuntimeError(message) from error
             raise
 
     def _program(self, call: Call) -> Program:

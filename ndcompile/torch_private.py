@@ -54,7 +54,8 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -141,6 +142,32 @@ def _scan(
 
     scanned = scans.generic_associative_scan(combine, leaves, dim % leaves[0].ndim)
     return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
+
+
+@contextmanager
+def checks_as_nodes(required: Callable[[], tuple[bool, str] | None]) -> Iterator[None]:
+    """While active, a branch on data takes the way that `required` says, and a node of the trace checks the condition.
+
+    required: what the condition must be, and the line that says so; None leaves the branch an error.
+    """
+    original = SymNode.guard_bool
+
+    def guard_bool(self: Any, file: str, line: int) -> bool:
+        try:
+            return original(self, file, line)
+        except GuardOnDataDependentSymNode:
+            if (found := required()) is None:
+                raise
+            truth, place = found
+            condition = torch.SymBool(self) if truth else torch.sym_not(torch.SymBool(self))
+            torch.ops.aten._assert_scalar.default(condition, f"This check of the model does not hold: {place}")
+            return truth
+
+    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SymNode.guard_bool = original  # type: ignore[method-assign]
 
 
 class data_as_detached(TorchFunctionMode):
@@ -270,6 +297,7 @@ __all__ = [
     "aot_autograd",
     "autograd_function_of",
     "backward_compiled_with_forward",
+    "checks_as_nodes",
     "compile_fx",
     "compile_fx_inner",
     "compiled_frame",
