@@ -107,7 +107,9 @@ class CompiledModel:
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
-        self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
+        self.whole = self.shadow
+        if "tp" in mesh.axes:
+            self.whole = Shadow(model, *unsharded(self.plan, mesh), self.shadow.opaque)
         self.loss_only, self.verify, self.memory_budget = loss_only, verify, memory_budget
         for shadow in {self.shadow, self.whole} if loss_only else ():
             drop_logits(shadow.module)

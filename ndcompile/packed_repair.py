@@ -113,8 +113,10 @@ class _Trial:
     def repairs(self, plan: ShardingPlan) -> tuple[Repair, ...]:
         """The rules whose parameters the code takes apart along the dim that the plan shards as one."""
         model, part, mesh = self._part(plan)
-        local = capture(Shadow(model, part, mesh), model, self.call, dynamic=False).module.graph
-        whole = capture(Shadow(model, *unsharded(part, mesh)), model, self.call, dynamic=False).module.graph
+        shadow = Shadow(model, part, mesh)
+        local = capture(shadow, model, self.call, dynamic=False).module.graph
+        whole_shadow = Shadow(model, *unsharded(part, mesh), shadow.opaque)
+        whole = capture(whole_shadow, model, self.call, dynamic=False).module.graph
         dims = sharded_dims(pair_nodes(local, whole)[0])
         packed = packed_values(local, part, dims)
         found: dict[str, Repair] = {}
@@ -133,12 +135,14 @@ class _Trial:
         """Raises NdcompileError where the graph under the plan of `config` is not proven."""
         plan = build_plan(copy_without_weights(self.given), sizes, self.config)
         model, part, mesh = self._part(plan)
-        captured = capture(Shadow(model, part, mesh), model, self.call, dynamic=False)
+        shadow = Shadow(model, part, mesh)
+        captured = capture(shadow, model, self.call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            return capture(Shadow(model, *unsharded(part, mesh)), model, self.call, dynamic=False).module.graph
+            whole = Shadow(model, *unsharded(part, mesh), shadow.opaque)
+            return capture(whole, model, self.call, dynamic=False).module.graph
 
         if run_passes(captured, PassContext(part, mesh, dtypes, captured.fake_mode, (), without_tp)) is None:
             raise NdcompileError("there is no proof")

@@ -31,6 +31,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -144,6 +145,54 @@ def _scan(
     return pytree.tree_unflatten([leaf.flip([dim]) for leaf in scanned] if reverse else scanned, spec)
 
 
+class HintedShapes(ShapeEnv):
+    """Sizes and numbers that depend on values are symbols that are taken to be `hint`: a run on fake tensors goes one
+    of the ways that it may go, and what it returns still shows which sizes are such."""
+
+    def __init__(self, hint: int) -> None:
+        super().__init__()
+        self.hint, self.created = hint, 0
+
+    def create_unbacked_symint(self, source: Any = None) -> Any:
+        self.created += 1
+        source = ConstantSource(f"hinted{self.created}")
+        symbol = self.create_symbol(
+            self.hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
+        )
+        return self.create_symintnode(symbol, hint=self.hint, source=source)
+
+    def create_unbacked_symfloat(self) -> Any:
+        return float(self.hint)
+
+    def create_unbacked_symbool(self) -> Any:
+        return bool(self.hint)
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """While active, operators are neither traced nor computed on fake tensors, and code is told that it runs."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with disable_proxy_modes_tracing(), unset_fake_temporarily(), torch._C.DisableTorchFunction(), tracing(None):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def as_called_from_python() -> AbstractContextManager[None]:
+    """While active, operators are dispatched as outside of any other: autograd, which is switched off in the kernel of
+    an operator, takes notice of them."""
+    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+
+
+class ModulesGiven(NotImplementedError):
+    """An autograd Function is given modules, see `functions_as_nodes`."""
+
+
 @contextmanager
 def checks_as_nodes(required: Callable[[], tuple[bool, str] | None]) -> Iterator[None]:
     """While active, a branch on data takes the way that `required` says, and a node of the trace checks the condition.
@@ -186,7 +235,7 @@ def functions_as_nodes() -> Iterator[None]:
     """While active, a model's own autograd Function is one node of the trace, so that its backward is kept.
 
     Traced into, it would leave the operators of its forward alone, and their derivative is another gradient. Raises
-    NotImplementedError for one that is given modules: its backward fills gradients of parameters that it has no input
+    ModulesGiven for one that is given modules: its backward fills gradients of parameters that it has no input
     for (reversible layers).
     """
     kind: Any = torch.autograd.Function
@@ -197,7 +246,7 @@ def functions_as_nodes() -> Iterator[None]:
         if mode is None or cls.__module__.partition(".")[0] in ("ndcompile", "torch"):
             return original.__func__(cls, *args)
         if modules := [type(leaf).__name__ for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.nn.Module)]:
-            raise NotImplementedError(
+            raise ModulesGiven(
                 f"the autograd Function {cls.__name__} is given a {modules[0]}: gradients of parameters that its "
                 "backward fills in by itself would pass the graph by"
             )
@@ -291,10 +340,14 @@ __all__ = [
     "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "HintedShapes",
+    "ModulesGiven",
     "ShapeEnv",
     "StridedShard",
     "TracingContext",
     "aot_autograd",
+    "as_called_from_python",
     "autograd_function_of",
     "backward_compiled_with_forward",
     "checks_as_nodes",
@@ -317,6 +370,7 @@ __all__ = [
     "make_fx",
     "mesh_without_groups",
     "min_cut_rematerialization_partition",
+    "outside_of_tracing",
     "patch_dynamo_config",
     "register_process_group",
     "resolve_process_group",

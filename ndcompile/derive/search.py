@@ -224,12 +224,14 @@ class _Search:
         """What is proven of the model under `rules`. Raises what compiling and the first call would."""
         plan = self._plan(self.model, rules, self.tp)
         mesh = mesh_of_sizes(plan.sizes)
-        captured = capture(Shadow(self.model, plan, mesh), self.model, self.call, dynamic=False)
+        shadow = Shadow(self.model, plan, mesh)
+        captured = capture(shadow, self.model, self.call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in plan.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            return capture(Shadow(self.model, *unsharded(plan, mesh)), self.model, self.call, False).module.graph
+            whole = Shadow(self.model, *unsharded(plan, mesh), shadow.opaque)
+            return capture(whole, self.model, self.call, False).module.graph
 
         context = PassContext(plan, mesh, dtypes, captured.fake_mode, (), without_tp)
         proof = run_passes(captured, context)

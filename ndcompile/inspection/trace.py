@@ -156,12 +156,14 @@ def trace(
         ids = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
         signature = inspect.signature(type(copied).forward.__get__(copied))
         call = bind(signature, (), {"input_ids": ids, "labels": ids.clone()})
-        captured = capture(Shadow(copied, part, mesh), copied, call, dynamic=False)
+        shadow = Shadow(copied, part, mesh)
+        captured = capture(shadow, copied, call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            return capture(Shadow(copied, *unsharded(part, mesh)), copied, call, dynamic=False).module.graph
+            unsharded_shadow = Shadow(copied, *unsharded(part, mesh), shadow.opaque)
+            return capture(unsharded_shadow, copied, call, dynamic=False).module.graph
 
         whole_graph = without_tp if "tp" in mesh.axes and proven else None
         checkpointed = checkpointed_layers(copied)
