@@ -5,14 +5,16 @@ inputs must be whole, and the same on all ranks of a tp group; its parameters ar
 other, and over tp where a plan shards them, so that their gradients are reduced as ever. The collectives and boundaries
 of plan modules within it are left out with their shards.
 
-Which modules these are is found by the capture: the innermost one around a line that cannot be traced, and those like
-it in other layers. The log "ndcompile.opaque" warns of them, as nothing of their inside is compiled or overlapped.
+Which modules these are is found by the capture: the innermost one around a line that cannot be traced whose output has
+a shape that does not depend on values, and those like it in other layers. The log "ndcompile.opaque" warns of them, as
+nothing of their inside is compiled or overlapped.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from ndcompile.errors import CaptureError, UnsupportedError
-from ndcompile.opaque_operator import PLAIN, TENSOR, OpaqueOperator, Signature
+from ndcompile.opaque_operator import PLAIN, TENSOR, OpaqueOperator, OutputUnknown, Signature
 from ndcompile.sharding_plan import ParameterPlan, generic
 from ndcompile.torch_private import GuardOnDataDependentSymNode, ModulesGiven, StridedShard, outside_of_tracing
 
@@ -52,13 +54,17 @@ class OpaqueModules:
 
         One whose experts exchange tokens cannot be: its collectives have to be nodes, and every rank has to reach them.
         """
-        fqn: str = getattr(error.__cause__, "in_module", "")
-        if not isinstance(error.__cause__, UNTRACEABLE) or not fqn or fqn in self.lines:
+        cause, fqn = error.__cause__, getattr(error.__cause__, "in_module", "")
+        line = str(error).partition("could not be captured as one graph: ")[2].splitlines()[0]
+        if isinstance(cause, OutputUnknown):  # then what is around it, whose output may be known
+            line, fqn = self.lines[fqn], fqn.rpartition(".")[0]
+        elif not isinstance(cause, UNTRACEABLE):
+            return False
+        if not fqn or fqn in self.lines:
             return False
         exchanged = [f"{plan.fqn}." for plan in shadow.plan.experts]
         if any(name.startswith(f"{fqn}.") or f"{fqn}.".startswith(name) for name in exchanged):
             return False
-        line = str(error).partition("could not be captured as one graph: ")[2].splitlines()[0]
         modules = dict(self.model.named_modules())
         alike = [
             name
@@ -156,8 +162,8 @@ def describe(model: nn.Module, names: list[str], line: str) -> str:
     """One line for modules that are alike."""
     inside = sum(p.numel() for p in model.get_submodule(names[0]).parameters())
     share = inside / max(sum(p.numel() for p in model.parameters()), 1)
-    several = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
-    return (
-        f"{names[0]!r}{several} runs as one opaque node, in eager mode, with whole weights ({share:.0%} of the model "
-        f"at once): {line.partition(', ')[2]}"
-    )
+    run = f"{names[0]!r} runs as one opaque node"
+    if len(names) > 1:
+        run = f"{names[0]!r} and {len(names) - 1} more like it run as one opaque node each"
+    place = re.sub(r"\S*/site-packages/", "", line.partition(", ")[2])
+    return f"{run}, in eager mode, with whole weights ({share:.0%} of the model at once), because of {place}"

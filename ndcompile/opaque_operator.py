@@ -65,6 +65,10 @@ class Signature:
 TENSOR = "a tensor"
 
 
+class OutputUnknown(UnsupportedError):
+    """What a module returns is not known before it runs."""
+
+
 class OpaqueOperator:
     """`module`: without weights; this object owns it. `inputs`: fake or real tensors, for their shapes."""
 
@@ -199,24 +203,22 @@ class OpaqueOperator:
         """What the module returns, from a run on fake tensors that goes one of the ways that it may go; where none can
         be gone with sizes that are made up, from two runs on random numbers.
 
-        Raises UnsupportedError where a size of it depends on values.
+        Raises OutputUnknown where a size of it depends on values.
         """
         sizes = [([int(size) for size in tensor.shape], tensor.dtype, tensor.device) for tensor in tensors]
         failed: Exception | None = None
         for hint in (*HINTS, None):
             try:
                 found = [self._returned(sizes, hint, seed) for seed in ((0, 1) if hint is None else (0,))]
-            except UnsupportedError as error:
-                raise UnsupportedError(f"{self.fqn!r} cannot run as one opaque node: {error}") from error
+            except OutputUnknown as error:
+                raise OutputUnknown(f"{self.fqn!r} cannot run as one opaque node: {error}") from error
             except Exception as error:  # of the model's code, on the way that it went
                 failed = error
                 continue
             if any(other != found[0] for other in found):
-                raise UnsupportedError(
-                    f"{self.fqn!r} cannot run as one opaque node: what it returns depends on values."
-                )
+                raise OutputUnknown(f"{self.fqn!r} cannot run as one opaque node: what it returns depends on values.")
             return found[0]
-        raise UnsupportedError(
+        raise OutputUnknown(
             f"{self.fqn!r} cannot run as one opaque node: what it returns is not known before it runs "
             f"({type(failed).__name__}: {str(failed).strip().splitlines()[0]})."
         ) from failed
@@ -252,14 +254,14 @@ def _like_tensors(
 
 
 def _placed(leaf: Any) -> Placed:
-    """Raises UnsupportedError for an output whose sizes depend on values, and for one that is no plain value."""
+    """Raises OutputUnknown for an output whose sizes depend on values, and for one that is no plain value."""
     if not isinstance(leaf, Tensor):
         if not isinstance(leaf, PLAIN):
-            raise UnsupportedError(f"it returns a {type(leaf).__name__}.")
+            raise OutputUnknown(f"it returns a {type(leaf).__name__}.")
         return Placed(constant=leaf)
     sizes: list[Any] = list(leaf.shape)
     if any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols for size in sizes):
-        raise UnsupportedError(f"it returns a tensor of shape {tuple(leaf.shape)}, which depends on values.")
+        raise OutputUnknown(f"it returns a tensor of shape {tuple(leaf.shape)}, which depends on values.")
     return Placed(tuple(int(size) for size in leaf.shape), leaf.dtype, leaf.device)
 
 

@@ -126,14 +126,17 @@ def with_derived_plan(model: nn.Module, config: DistributedConfig, tp_size: int)
 
 @contextmanager
 def without_traces_of_refusals() -> Iterator[None]:
-    """torch logs a traceback for every shape that does not fit; here that is an answer."""
-    log = logging.getLogger(fake_tensor.__name__)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """torch logs a traceback for every shape that does not fit; here that is an answer. What a capture warns of, the
+    one of the first call will."""
+    logs = [logging.getLogger(name) for name in (fake_tensor.__name__, "ndcompile.opaque")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 class _Search:

@@ -244,6 +244,7 @@ def _storage(traced: Traced) -> Mapping[str, int]:
 
 def _notes(traced: Traced) -> tuple[str, ...]:
     notes = [f"Repaired: {repair}." for repair in traced.plan.repairs]
+    notes += [f"Not counted in the figures: {line}" for line in traced.opaque]
     if traced.rows:
         notes.append("Numbers of rows that depend on routing are those of even routing: every expert equally often.")
     alike = len(traced.stack.represents) - len(traced.stack.counts)

@@ -72,6 +72,7 @@ class Traced:
     `meta["custom"]["module"]`, the module that it belongs to. passes: the captured graph first, then as each pass left
     it. stack: which layers the graphs hold and how many each stands for.
     proof: what is known of the captured graph's values along tp; None without tp, and with experts over ep.
+    opaque: what to tell of modules that run as one opaque node.
     rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
     trained.
     """
@@ -86,6 +87,7 @@ class Traced:
     rows: Mapping[Any, int]
     frozen: frozenset[str]
     proof: Proof | None = None
+    opaque: tuple[str, ...] = ()
 
     @cached_property
     def _known(self) -> dict[Any, int]:
@@ -185,7 +187,10 @@ def trace(
         _name_sums(graph)
     rows = MappingProxyType(even_rows(graphs.forward.graph))
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof)
+    opaque = tuple(shadow.opaque.notes())
+    return Traced(
+        plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof, opaque
+    )
 
 
 def _view(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> PassView:
