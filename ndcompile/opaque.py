@@ -55,10 +55,11 @@ class OpaqueModules:
         One whose experts exchange tokens cannot be: its collectives have to be nodes, and every rank has to reach them.
         """
         cause, fqn = error.__cause__, getattr(error.__cause__, "in_module", "")
-        line = str(error).partition("could not be captured as one graph: ")[2].splitlines()[0]
         if isinstance(cause, OutputUnknown):  # then what is around it, whose output may be known
             line, fqn = self.lines[fqn], fqn.rpartition(".")[0]
-        elif not isinstance(cause, UNTRACEABLE):
+        elif isinstance(cause, UNTRACEABLE):
+            line = str(error).partition("could not be captured as one graph: ")[2].partition("\n")[0]
+        else:
             return False
         if not fqn or fqn in self.lines:
             return False
