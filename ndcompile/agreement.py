@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import AgreementError
 from ndcompile.mesh import StorageMesh, leave_groups
+from ndcompile.opaque import is_opaque
 from ndcompile.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
 from ndcompile.torch_private import default_store
 
@@ -170,7 +171,16 @@ def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
 
     axes: group name -> axis name. Sizes of activations are left out: data ranks may have other batch sizes and lengths.
     """
-    return [_line_of(node, axes) for node in graph.nodes if node.target in DISTRIBUTED]
+    return [
+        _name_of(node) if is_opaque(node) else _line_of(node, axes)
+        for node in graph.nodes
+        if node.target in DISTRIBUTED or is_opaque(node)
+    ]
+
+
+def _name_of(node: fx.Node) -> str:
+    """An opaque module is called by the name of its operator: one rank's compiled code must mean the same on others."""
+    return f"{node.target._opname} of {node.meta.get('custom', {}).get('module', '')!r}"  # type: ignore[union-attr]
 
 
 DISTRIBUTED = (redistribute, unshard, average_gradient, all_to_all, vocabulary_loss)

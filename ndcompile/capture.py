@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.cache_update import CacheUpdate, traced_update
 from ndcompile.call import Call
+from ndcompile.errors import CaptureError
 from ndcompile.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
 from ndcompile.parameter_writes import ParameterWrite
 from ndcompile.shadow import Shadow
@@ -96,9 +97,20 @@ class Captured:
 def capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool, growing: bool = True) -> Captured:
     """Trace one call of `model` (for its training flags, dtypes and requires_grad) on `shadow`.
 
-    `dynamic` makes batch and sequence symbolic, `growing` the lengths of a key-value cache. Raises CaptureError with
-    the user's source line for data-dependent control flow, shapes that do not fit, and whatever else stops the trace.
+    `dynamic` makes batch and sequence symbolic, `growing` the lengths of a key-value cache. Modules whose control flow
+    depends on data become opaque nodes, see `ndcompile.opaque`. Raises CaptureError with the user's source line for
+    such control flow outside of an inner module, shapes that do not fit, and whatever else stops the trace.
     """
+    while True:
+        shadow.opaque.install(shadow)
+        try:
+            return _capture(shadow, model, call, dynamic, growing)
+        except CaptureError as error:
+            if not shadow.opaque.add(error, shadow):
+                raise
+
+
+def _capture(shadow: Shadow, model: nn.Module, call: Call, dynamic: bool, growing: bool) -> Captured:
     shadow.follow(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_mode.allow_scalar_outputs = True  # the numbers of rows that ranks exchange are read from tensors

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
+from ndcompile.asserted_branches import failed_check
 from ndcompile.caches import CacheShards, CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
@@ -106,7 +107,9 @@ class CompiledModel:
         self.dynamic, self.disabled = dynamic, disabled
         self.plan = plan
         self.shadow = Shadow(model, self.plan, mesh)
-        self.whole = Shadow(model, *unsharded(self.plan, mesh)) if "tp" in mesh.axes else self.shadow
+        self.whole = self.shadow
+        if "tp" in mesh.axes:
+            self.whole = Shadow(model, *unsharded(self.plan, mesh), self.shadow.opaque)
         self.loss_only, self.verify, self.memory_budget = loss_only, verify, memory_budget
         for shadow in {self.shadow, self.whole} if loss_only else ():
             drop_logits(shadow.module)
@@ -232,6 +235,8 @@ class CompiledModel:
         except RuntimeError as error:  # a lost connection, if a rank gave up
             if (reason := self.agreement.peer_gave_up()) is not None:
                 raise AgreementError(f"A rank left: {reason}") from error
+            if (message := failed_check(program.captured.module.graph, error)) is not None:
+                raise RuntimeError(message) from error
             raise
 
     def _program(self, call: Call) -> Program:

@@ -28,12 +28,11 @@ from ndcompile.generation import generate
 from ndcompile.loader import LoadReport
 from ndcompile.lower import BACKENDS
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
+from ndcompile.packed_repair import repaired_plan
 from ndcompile.partition import Partitioner
 from ndcompile.pipeline import check_disabled
 from ndcompile.proof.check import check_mode
 from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
-from ndcompile.shadow import copy_without_weights
-from ndcompile.sharding_plan import build_plan
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -353,7 +352,7 @@ def _shard(
     ep = config.ep_size or 1
     sizes = mesh_sizes(mesh, ep)
     config = with_derived_plan(model, config, sizes["tp"])
-    plan = build_plan(copy_without_weights(model), sizes, config, expert_capacity=expert_capacity)
+    plan = repaired_plan(model, sizes, config, expert_capacity=expert_capacity, verify=verify)
     compiled = CompiledModel(
         model,
         storage_mesh(mesh, ep),

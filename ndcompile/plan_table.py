@@ -41,7 +41,7 @@ def plan_table(plan: ShardingPlan, width: int = 118) -> str:
     total = sum(prod(p.shape) for p in plan.parameters)
     local = sum(prod(p.storage_shape) for p in plan.parameters)
     console.print(f"{total:,} parameters, {local:,} on a rank; {len(plan.modules)} boundary modules")
-    for line in [*count_lines(plan), *exchange_lines(plan)]:
+    for line in [*map(str, plan.repairs), *count_lines(plan), *exchange_lines(plan)]:
         console.print(line)
     return console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -21,8 +21,8 @@ from ndcompile.loader.rank_reads import ReadPlan, rank_reads
 from ndcompile.loader.source import resolve_source
 from ndcompile.loader.synthetic import synthetic_catalog
 from ndcompile.mesh import check_expert_size
-from ndcompile.shadow import copy_without_weights
-from ndcompile.sharding_plan import ShardingPlan, build_plan
+from ndcompile.packed_repair import repaired_plan
+from ndcompile.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -92,4 +92,4 @@ def _build(
         raise MeshError(f"sizes has unknown axes {sorted(unknown)}. Use dp_replicate, fsdp, tp and ep.")
     check_expert_size(full, full["ep"])
     config = with_derived_plan(model, config, full["tp"])
-    return build_plan(copy_without_weights(model), full, config)
+    return repaired_plan(model, full, config)

@@ -12,13 +12,17 @@ from transformers import PreTrainedModel
 from ndcompile.boundaries import Boundary, install_boundaries
 from ndcompile.expert_exchange import install_exchanges
 from ndcompile.mesh import StorageMesh
+from ndcompile.opaque import OpaqueModules
 from ndcompile.sharding_plan import ShardingPlan
 
 
 class Shadow:
     """A copy of the model for tracing: no weights, plan modules wrapped. The user's model stays as it is."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh, opaque: OpaqueModules | None = None
+    ) -> None:
+        """opaque: of another shadow of the same model, whose graph is to have the same nodes."""
         self.plan, self.device = plan, mesh.device
         self.module = copy_without_weights(model)
         if isinstance(model, PreTrainedModel):
@@ -30,6 +34,7 @@ class Shadow:
         if plan.experts:
             install_exchanges(self.module, plan.experts, self.axes, self.dropped)
         self.modules = dict(self.module.named_modules())
+        self.opaque = OpaqueModules(copy_without_weights(model)) if opaque is None else opaque
 
     def follow(self, model: nn.Module) -> None:
         """Take over what may change between captures: training flags."""

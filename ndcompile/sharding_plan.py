@@ -86,10 +86,24 @@ class ModulePlan:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """A rule of the model's tp_plan whose style was replaced by one that is right, see `packed_repair`."""
+
+    rule: str
+    given: str
+    style: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"tp_plan[{self.rule!r}] is {self.style!r}, not {self.given!r}: {self.why}"
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """Axis sizes, parameters in the model's order, boundary modules, exchanges of tokens. Prints as a table.
 
     local_counts: FQNs of the integer attributes of which a rank's code sees its share, see `own_rules`.
+    repairs: of the model's own tp_plan.
     """
 
     model: str
@@ -100,6 +114,7 @@ class ShardingPlan:
     experts: tuple[ExpertPlan, ...] = ()
     sequence_parallel: bool = False
     local_counts: tuple[str, ...] = ()
+    repairs: tuple[Repair, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:

@@ -31,6 +31,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_heuristics
 from torch._logging import trace_structured
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -54,7 +55,8 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -159,6 +161,80 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return table | {torch.ops.aten.cat.default: cat}
 
 
+class HintedShapes(ShapeEnv):
+    """Sizes and numbers that depend on values are symbols that are taken to be `hint`: a run on fake tensors goes one
+    of the ways that it may go, and what it returns still shows which sizes are such."""
+
+    def __init__(self, hint: int) -> None:
+        super().__init__()
+        self.hint, self.created = hint, 0
+
+    def create_unbacked_symint(self, source: Any = None) -> Any:
+        self.created += 1
+        source = ConstantSource(f"hinted{self.created}")
+        symbol = self.create_symbol(
+            self.hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
+        )
+        return self.create_symintnode(symbol, hint=self.hint, source=source)
+
+    def create_unbacked_symfloat(self) -> Any:
+        return float(self.hint)
+
+    def create_unbacked_symbool(self) -> Any:
+        return bool(self.hint)
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """While active, operators are neither traced nor computed on fake tensors, and code is told that it runs."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with disable_proxy_modes_tracing(), unset_fake_temporarily(), torch._C.DisableTorchFunction(), tracing(None):
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def as_called_from_python() -> AbstractContextManager[None]:
+    """While active, operators are dispatched as outside of any other: autograd, which is switched off in the kernel of
+    an operator, takes notice of them."""
+    return torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+
+
+class ModulesGiven(NotImplementedError):
+    """An autograd Function is given modules, see `functions_as_nodes`."""
+
+
+@contextmanager
+def checks_as_nodes(required: Callable[[], tuple[bool, str] | None]) -> Iterator[None]:
+    """While active, a branch on data takes the way that `required` says, and a node of the trace checks the condition.
+
+    required: what the condition must be, and the line that says so; None leaves the branch an error.
+    """
+    original = SymNode.guard_bool
+
+    def guard_bool(self: Any, file: str, line: int) -> bool:
+        try:
+            return original(self, file, line)
+        except GuardOnDataDependentSymNode:
+            if (found := required()) is None:
+                raise
+            truth, place = found
+            condition = torch.SymBool(self) if truth else torch.sym_not(torch.SymBool(self))
+            torch.ops.aten._assert_scalar.default(condition, f"This check of the model does not hold: {place}")
+            return truth
+
+    SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SymNode.guard_bool = original  # type: ignore[method-assign]
+
+
 class data_as_detached(TorchFunctionMode):
     """While active, `tensor.data` is `tensor.detach()`, which a trace sees; to set it is refused."""
 
@@ -175,7 +251,7 @@ def functions_as_nodes() -> Iterator[None]:
     """While active, a model's own autograd Function is one node of the trace, so that its backward is kept.
 
     Traced into, it would leave the operators of its forward alone, and their derivative is another gradient. Raises
-    NotImplementedError for one that is given modules: its backward fills gradients of parameters that it has no input
+    ModulesGiven for one that is given modules: its backward fills gradients of parameters that it has no input
     for (reversible layers).
     """
     kind: Any = torch.autograd.Function
@@ -186,7 +262,7 @@ def functions_as_nodes() -> Iterator[None]:
         if mode is None or cls.__module__.partition(".")[0] in ("ndcompile", "torch"):
             return original.__func__(cls, *args)
         if modules := [type(leaf).__name__ for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.nn.Module)]:
-            raise NotImplementedError(
+            raise ModulesGiven(
                 f"the autograd Function {cls.__name__} is given a {modules[0]}: gradients of parameters that its "
                 "backward fills in by itself would pass the graph by"
             )
@@ -280,12 +356,17 @@ __all__ = [
     "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "HintedShapes",
+    "ModulesGiven",
     "ShapeEnv",
     "StridedShard",
     "TracingContext",
     "aot_autograd",
+    "as_called_from_python",
     "autograd_function_of",
     "backward_compiled_with_forward",
+    "checks_as_nodes",
     "compile_fx",
     "compile_fx_inner",
     "compiled_frame",
@@ -306,6 +387,7 @@ __all__ = [
     "make_fx",
     "mesh_without_groups",
     "min_cut_rematerialization_partition",
+    "outside_of_tracing",
     "patch_dynamo_config",
     "register_process_group",
     "resolve_process_group",

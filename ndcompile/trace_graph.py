@@ -10,6 +10,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 
+from ndcompile.asserted_branches import asserted_truth
 from ndcompile.errors import CaptureError
 from ndcompile.graph_input import GraphInput
 from ndcompile.parameter_writes import take_out_writes
@@ -17,6 +18,7 @@ from ndcompile.torch_private import (
     FakeTensor,
     FakeTensorMode,
     TracingContext,
+    checks_as_nodes,
     compiling,
     data_as_detached,
     functions_as_nodes,
@@ -60,6 +62,7 @@ def trace(
             compiling(),
             scans_as_operators(),
             functions_as_nodes(),
+            checks_as_nodes(asserted_truth),
             data_as_detached(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # a trace that fails may leave it as it is
         ):

@@ -10,6 +10,7 @@ from ndcompile.accumulation import HOLD, REDUCED
 from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import VerifyError
 from ndcompile.graph_input import HELD, GraphInput
+from ndcompile.opaque import is_opaque
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
 from ndcompile.random_ops import attention_op, dropout_op
@@ -33,6 +34,7 @@ def verify(graph: fx.Graph, context: PassContext, after: str) -> None:
         varying = varying_over_tp(graph, context.plan, tp.group)
         check_outputs(graph, varying)
         check_gradients(graph, varying, tp.group)
+        check_opaque(graph, varying)
         check_seeds(graph, varying)
     if after == "pipeline":
         check_parameters(graph, context)
@@ -90,12 +92,24 @@ def check_gradients(graph: fx.Graph, varying: set[fx.Node], tp: str) -> None:
         )
 
 
+def check_opaque(graph: fx.Graph, varying: set[fx.Node]) -> None:
+    """Every rank of a tp group runs an opaque module on the same values: what it does with a shard is not known."""
+    for node in graph.nodes:
+        inputs = [source for source in node.all_input_nodes if source in varying] if is_opaque(node) else []
+        if inputs:
+            raise VerifyError(
+                f"{where(node)} runs a module whose code branches on values as one opaque node, but {where(inputs[0])} "
+                "is a shard or a partial sum over tp. Keep what is before it whole in tp_plan: "
+                "'colwise_gather_output', 'rowwise' or 'replicate'."
+            )
+
+
 def check_seeds(graph: fx.Graph, varying: set[fx.Node]) -> None:
     """Ranks of a tp group drop the same elements of a value that they share, and each its own of one that varies."""
     for node in graph.nodes:
-        if node.target not in SEEDED:
+        if node.target not in SEEDED and not is_opaque(node):
             continue
-        seed: Any = node.args[SEEDED[node.target]]
+        seed: Any = node.args[SEEDED.get(node.target, 0)]
         if seed.args[2] != int(node in varying):
             kind = "differs between" if node in varying else "is the same on"
             raise VerifyError(

@@ -27,12 +27,12 @@ import torch
 from torch import fx
 
 from ndcompile.errors import VerifyError
+from ndcompile.fused_parameters import packed_values, parameters_before, parts_taken, rule_of
 from ndcompile.mesh import Axis
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import redistribute
 from ndcompile.sharded_dims import SPLITS, Dims, argument, pair_nodes, reads_of_shards, sharded_dims
 from ndcompile.sharding_plan import generic
-from ndcompile.torch_private import StridedShard
 
 _logger = logging.getLogger("ndcompile.passes")
 
@@ -61,14 +61,14 @@ def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
             "it is, disable the pass 'reduce_statistics'."
         )
     dims = sharded_dims(pairs)
-    packed = _packed(graph, context, dims)
+    packed = packed_values(graph, context.plan, dims)
     for node, read in reads_of_shards(graph, dims):
         source: Any = node.args[0]
         if (node.target in SPLITS and source in packed) or _exchanged(node, context):
             continue
         rewrite = STATISTICS.get(node.target)
         if rewrite is None or not _equal_shards(source, pairs[source], read, axis.size):
-            raise VerifyError(_explain(node, read, source, axis.size, _override(node, context, dims)))
+            raise VerifyError(_explain(node, read, source, axis.size, _override(node, dims)))
         with graph.inserting_before(node):
             result = rewrite(_Builder(graph, node, context, axis), read, pairs[source])
         node.replace_all_uses_with(result)
@@ -147,45 +147,17 @@ def _equal_shards(local: fx.Node, whole: fx.Node, dims: set[int], ranks: int) ->
     return all(isinstance(own, int) and own * ranks == total for own, total in sizes)
 
 
-def _packed(graph: fx.Graph, context: PassContext, dims: Dims) -> set[fx.Node]:
-    """Nodes whose shards are a packed parameter's: several parts, each sharded by itself."""
-    packed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            source = node.meta["input"]
-            if source.kind == "parameter" and isinstance(context.plan.by_name[source.name].tp, StridedShard):
-                packed.add(node)
-        elif node.target in SPLITS and node.args[0] in packed:
-            continue  # its parts are plain shards
-        elif node in dims and any(source in packed and source in dims for source in node.all_input_nodes):
-            packed.add(node)
-    return packed
-
-
-def _override(node: fx.Node, context: PassContext, dims: Dims) -> str:
+def _override(node: fx.Node, dims: Dims) -> str:
     """The rule of tp_plan for the fused projection that a node splits: the nearest sharded parameter before it.
 
     A packed shard is of two parts, so more of them have to be gathered, which an expert's stacked weights cannot.
     """
-    reached: list[fx.Node] = [node]
-    for each in reached:  # grows: breadth first
-        if each.op == "placeholder" and each.meta["input"].kind == "parameter":
-            fqn = each.meta["input"].name
-            module = fqn.removesuffix(".weight").removesuffix(".bias")
-            if not _halves(node) and module == fqn:
-                break
-            style = "packed_colwise" if _halves(node) else "colwise_gather_output"
-            return f"tp_plan={{{generic(module)!r}: {style!r}}}"
-        reached += [source for source in each.all_input_nodes if source in dims and source not in reached]
+    halves = parts_taken(node) == 2
+    for fqn in parameters_before(node, dims)[:1]:
+        if halves or rule_of(fqn) != fqn:
+            style = "packed_colwise" if halves else "colwise_gather_output"
+            return f"tp_plan={{{generic(rule_of(fqn))!r}: {style!r}}}"
     return "'packed_colwise' (two parts) or 'colwise_gather_output', in tp_plan"
-
-
-def _halves(node: fx.Node) -> bool:
-    parts = node.meta["val"]
-    whole: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if isinstance(parts, list | tuple):
-        return len(parts) == 2 and parts[0].shape == parts[1].shape
-    return parts.numel() * 2 == whole.numel()  # a slice
 
 
 def _explain(node: fx.Node, read: set[int], source: fx.Node, ranks: int, override: str) -> str:

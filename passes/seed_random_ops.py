@@ -19,6 +19,7 @@ from torch import fx
 
 from ndcompile.errors import VerifyError
 from ndcompile.graph_input import GraphInput
+from ndcompile.opaque import is_opaque
 from ndcompile.pass_context import PassContext
 from ndcompile.random_ops import attention_op, dropout_op
 from ndcompile.type_inference import varying_over_tp
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 
 
 def seed_random_ops(graph: fx.Graph, context: PassContext) -> None:
-    """Rewrite dropout and attention with dropout; refuse other random operators under tp."""
+    """Rewrite dropout and attention with dropout, and give opaque modules a seed; refuse what else is random on tp."""
     tp = context.axis("tp")
     varying = varying_over_tp(graph, context.plan, tp.group) if tp is not None else set()
     for salt, node in enumerate(list(graph.nodes)):
@@ -47,6 +48,9 @@ def seed_random_ops(graph: fx.Graph, context: PassContext) -> None:
             causal, scale = _argument(node, 5, "is_causal", False), node.kwargs.get("scale")
             seed = _seed(graph, node, varying, context)
             _replace(graph, node, attention_op, (query, key, value, mask, p, causal, scale, seed, salt))
+        elif is_opaque(node):
+            node.update_arg(0, _seed(graph, node, varying, context))
+            node.update_arg(1, salt)
         elif tp is not None and _is_random(node):
             raise VerifyError(
                 f"{node.target} in {node.meta.get('custom', {}).get('module', '')!r} is random, and whether the ranks "

@@ -11,7 +11,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.call import bind
 from ndcompile.capture import Captured, capture
-from ndcompile.inspection.trace import mesh_of_sizes
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.pass_context import PassContext
 from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharded_dims import unsharded
@@ -39,9 +39,10 @@ def captured(model_type: str, tp: int, plan: dict[str, str] | None = None, **cha
     mesh = mesh_of_sizes(layout.sizes)
     ids = torch.empty(2, zoo.SEQUENCE, dtype=torch.int64)
     call = bind(inspect.signature(type(model).forward.__get__(model)), (), {"input_ids": ids, "labels": ids.clone()})
-    own = capture(Shadow(model, layout, mesh), model, call, dynamic=False)
+    shadow = Shadow(model, layout, mesh)
+    own = capture(shadow, model, call, dynamic=False)
     dtypes = {entry.fqn: entry.dtype for entry in layout.parameters}
-    whole = Shadow(model, *unsharded(layout, mesh))
+    whole = Shadow(model, *unsharded(layout, mesh), shadow.opaque)
     context = PassContext(
         layout, mesh, dtypes, own.fake_mode, (), lambda: capture(whole, model, call, dynamic=False).module.graph
     )

@@ -13,9 +13,10 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.inspection.kernels import is_collective
 from ndcompile.inspection.links import Group, collective_seconds, groups_of
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.rates import PRESETS
 from ndcompile.inspection.time_model import TimeEstimate, estimate
-from ndcompile.inspection.trace import mesh_of_sizes, trace
+from ndcompile.inspection.trace import trace
 from ndcompile.mesh import Axis
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ from transformers.distributed import DistributedConfig
 import ndcompile
 from ndcompile.errors import PlanError
 from ndcompile.inspection.layers import stack_of
-from ndcompile.inspection.trace import mesh_of_sizes, trace
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
+from ndcompile.inspection.trace import trace
 from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import build_plan
 

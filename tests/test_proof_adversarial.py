@@ -40,6 +40,13 @@ RIGHT = {
         "0.0))((row >= 0) & (row < w.shape[0])))(ids - rank * w.shape[0])",
         "P",
     ),
+    "rows by the rank's index, each normalized": (
+        "w=S(0) ids=I rank=I",
+        "(lambda row: (lambda inside: torch.where(inside.unsqueeze(-1), (lambda h: h * h.pow(2).mean(-1, keepdim=True)"
+        ".rsqrt())(F.embedding(torch.where(inside, row, 0), w)), 0.0))((row >= 0) & (row < w.shape[0])))(ids - rank * "
+        "w.shape[0])",
+        "P",
+    ),
 }
 WRONG = {
     "a bias added to a partial sum": ("x=S(2) w=S(1)", "F.linear(x, w) + b"),
@@ -67,6 +74,12 @@ WRONG = {
     "a reduced shard": ("x=S(2)", "move(x, 'P', 'I')"),
     "a shard gathered on another dim": ("x=S(2)", "move(x, 'S(1)', 'I')"),
     "ids in this rank's rows": ("w=S(0) ids=I", "F.embedding(ids, w)"),
+    "rows by the rank's index, normalized over the batch": (
+        "w=S(0) ids=I rank=I",
+        "(lambda row: (lambda inside: torch.where(inside.unsqueeze(-1), (lambda h: h * h.pow(2).mean(0, keepdim=True)"
+        ".rsqrt())(F.embedding(torch.where(inside, row, 0), w)), 0.0))((row >= 0) & (row < w.shape[0])))(ids - rank * "
+        "w.shape[0])",
+    ),
     "rows without a mask": ("w=S(0) ids=I rank=I", "F.embedding(ids - rank * w.shape[0], w)"),
     "expand into a sharded dim": ("x=S(1)", "b[None, None].expand(4, x.shape[1], 8) * x"),
     "every rank's first positions": ("x=S(1)", "x * move(b, 'I', 'R')[: x.shape[1], None]"),

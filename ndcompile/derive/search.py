@@ -28,8 +28,8 @@ from ndcompile.derive.dataflow import find_pairs, watched_integers
 from ndcompile.derive.proposals import Modules, Rules, pair_proposals, vocabulary_proposals
 from ndcompile.errors import CaptureError, NdcompileError, PlanError, UnsupportedError, VerifyError
 from ndcompile.inspection.layers import keep_traced, stack_of
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.source import model_of
-from ndcompile.inspection.trace import mesh_of_sizes
 from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.shadow import Shadow, copy_without_weights
@@ -125,15 +125,18 @@ def with_derived_plan(model: nn.Module, config: DistributedConfig, tp_size: int)
 
 
 @contextmanager
-def _without_traces_of_refusals() -> Iterator[None]:
-    """torch logs a traceback for every shape that does not fit; here that is an answer."""
-    log = logging.getLogger(fake_tensor.__name__)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+def without_traces_of_refusals() -> Iterator[None]:
+    """torch logs a traceback for every shape that does not fit; here that is an answer. What a capture warns of, the
+    one of the first call will."""
+    logs = [logging.getLogger(name) for name in (fake_tensor.__name__, "ndcompile.opaque")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 class _Search:
@@ -153,7 +156,7 @@ class _Search:
 
     def run(self) -> None:
         """Try every pair, that with the most parameters first, and the vocabulary."""
-        with torch.inference_mode(False), torch.enable_grad(), _without_traces_of_refusals():
+        with torch.inference_mode(False), torch.enable_grad(), without_traces_of_refusals():
             graph, read = self._prepare()
             modules = Modules(self.model)
             pairs = find_pairs(graph, self.model)
@@ -224,12 +227,14 @@ class _Search:
         """What is proven of the model under `rules`. Raises what compiling and the first call would."""
         plan = self._plan(self.model, rules, self.tp)
         mesh = mesh_of_sizes(plan.sizes)
-        captured = capture(Shadow(self.model, plan, mesh), self.model, self.call, dynamic=False)
+        shadow = Shadow(self.model, plan, mesh)
+        captured = capture(shadow, self.model, self.call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in plan.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            return capture(Shadow(self.model, *unsharded(plan, mesh)), self.model, self.call, False).module.graph
+            whole = Shadow(self.model, *unsharded(plan, mesh), shadow.opaque)
+            return capture(whole, self.model, self.call, False).module.graph
 
         context = PassContext(plan, mesh, dtypes, captured.fake_mode, (), without_tp)
         proof = run_passes(captured, context)

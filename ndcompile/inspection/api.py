@@ -205,7 +205,7 @@ def _report(
         storage=_storage(traced),
         batch_size=0,
         seq_len=0,
-        parameters=parameter_rows(traced, rules_of(model, config)),
+        parameters=parameter_rows(traced, rules_of(model, config, traced.plan.repairs)),
         boundaries=boundary_rows(traced),
         collectives=collective_rows(traced, time.collectives),
         passes=pass_rows(traced),
@@ -243,7 +243,8 @@ def _storage(traced: Traced) -> Mapping[str, int]:
 
 
 def _notes(traced: Traced) -> tuple[str, ...]:
-    notes = []
+    notes = [f"Repaired: {repair}." for repair in traced.plan.repairs]
+    notes += [f"Not counted in the figures: {line}" for line in traced.opaque]
     if traced.rows:
         notes.append("Numbers of rows that depend on routing are those of even routing: every expert equally often.")
     alike = len(traced.stack.represents) - len(traced.stack.counts)

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.fused_parameters import rule_of
 from ndcompile.own_rules import matches
-from ndcompile.sharding_plan import ParameterPlan
+from ndcompile.sharding_plan import ParameterPlan, Repair
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The plans of a model (tp_plan, ep_plan, fsdp_plan) and what a config overrides in each."""
+    """The plans of a model (tp_plan, ep_plan, fsdp_plan), what a config overrides in each, and what was repaired."""
 
     plans: Mapping[str, Mapping[str, str]]
     overrides: Mapping[str, Mapping[str, str]]
     tp: int
+    repairs: tuple[Repair, ...] = ()
 
     def placed(self, entry: ParameterPlan) -> str:
         """The rule that gave a parameter its placement on tp, or on ep."""
@@ -28,6 +30,9 @@ class Rules:
         if self.tp == 1:
             return "default: whole, as tp = 1"
         names = (entry.fqn, *entry.aliases)
+        for repair in self.repairs:
+            if any(matches(repair.rule, rule_of(name)) for name in names):
+                return f"repaired: {repair}"
         found = (self._find(plan, name, entry.style) for name in names for plan in ("tp_plan", "ep_plan"))
         return next(filter(None, found), "default: replicated over tp")
 
@@ -49,7 +54,7 @@ class Rules:
         return ""
 
 
-def rules_of(model: PreTrainedModel, config: DistributedConfig) -> Rules:
+def rules_of(model: PreTrainedModel, config: DistributedConfig, repairs: tuple[Repair, ...] = ()) -> Rules:
     """The rules for a model; it must not have been planned itself, as transformers writes overrides into its plans."""
     names = ("tp_plan", "ep_plan", "fsdp_plan")
     given = {name: getattr(config, name) for name in names}
@@ -57,6 +62,7 @@ def rules_of(model: PreTrainedModel, config: DistributedConfig) -> Rules:
         {name: dict(getattr(model, name) or {}) for name in names},
         {name: value if isinstance(value, dict) else {} for name, value in given.items()},
         config.tp_size or 1,
+        repairs,
     )
 
 

@@ -26,9 +26,10 @@ from ndcompile.dump import dump
 from ndcompile.graph_input import PARAMETER
 from ndcompile.inspection.attention import fuse_attention
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
-from ndcompile.loader.layouts import storage_axes
+from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.lower import lower
-from ndcompile.mesh import FUSED, Axis, StorageMesh
+from ndcompile.mesh import StorageMesh
+from ndcompile.packed_repair import repaired_plan
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.pipeline import run_passes
@@ -37,9 +38,8 @@ from ndcompile.redistribute import redistribute
 from ndcompile.saved_activations import even_rows
 from ndcompile.shadow import Shadow, copy_without_weights
 from ndcompile.sharded_dims import unsharded
-from ndcompile.sharding_plan import ShardingPlan, build_plan
+from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.signature import checkpointed_layers, layers_of
-from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
 from ndcompile.verifier import GRADIENT_NODES
 
 BUDGET = fit_memory_budget.__name__
@@ -72,6 +72,7 @@ class Traced:
     `meta["custom"]["module"]`, the module that it belongs to. passes: the captured graph first, then as each pass left
     it. stack: which layers the graphs hold and how many each stands for.
     proof: what is known of the captured graph's values along tp; None without tp, and with experts over ep.
+    opaque: what to tell of modules that run as one opaque node.
     rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
     trained.
     """
@@ -86,6 +87,7 @@ class Traced:
     rows: Mapping[Any, int]
     frozen: frozenset[str]
     proof: Proof | None = None
+    opaque: tuple[str, ...] = ()
 
     @cached_property
     def _known(self) -> dict[Any, int]:
@@ -144,7 +146,8 @@ def trace(
     `ndcompile.compile` and the first call do.
     """
     copied = copy_without_weights(model).train()
-    plan = build_plan(copy_without_weights(model), sizes, config, expert_capacity=expert_capacity)
+    verify = "error" if proven else "off"
+    plan = repaired_plan(model, sizes, config, expert_capacity=expert_capacity, verify=verify)
     stack = stack_of(copied, plan, whole or memory_budget is not None)
     keep_traced(copied, stack)
     part, mesh = traced_part(plan, stack), mesh_of_sizes(plan.sizes)
@@ -155,12 +158,14 @@ def trace(
         ids = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
         signature = inspect.signature(type(copied).forward.__get__(copied))
         call = bind(signature, (), {"input_ids": ids, "labels": ids.clone()})
-        captured = capture(Shadow(copied, part, mesh), copied, call, dynamic=False)
+        shadow = Shadow(copied, part, mesh)
+        captured = capture(shadow, copied, call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            return capture(Shadow(copied, *unsharded(part, mesh)), copied, call, dynamic=False).module.graph
+            unsharded_shadow = Shadow(copied, *unsharded(part, mesh), shadow.opaque)
+            return capture(unsharded_shadow, copied, call, dynamic=False).module.graph
 
         whole_graph = without_tp if "tp" in mesh.axes and proven else None
         checkpointed = checkpointed_layers(copied)
@@ -182,29 +187,10 @@ def trace(
         _name_sums(graph)
     rows = MappingProxyType(even_rows(graphs.forward.graph))
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return Traced(plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof)
-
-
-def mesh_of_sizes(sizes: Mapping[str, int]) -> StorageMesh:
-    """The storage mesh that rank 0 of a world of these sizes would see, without process groups, on the CPU.
-
-    Means are taken as NCCL takes them, in the collective.
-    """
-    shape = storage_axes(sizes)
-    rest = max(sizes["ep"] // sizes["tp"], 1)
-    ranks = torch.arange(shape.ranks).reshape(sizes["dp_replicate"], sizes["fsdp"] // rest, rest, sizes["tp"])
-    ranks = ranks.permute(0, 3, 2, 1).reshape(shape.sizes)
-    present = {name: size for name, size in zip(shape.names, shape.sizes, strict=True) if size > 1}
-    for fused, pair in FUSED.items() if sizes["ep"] > 1 else ():
-        parts = [present[part] for part in pair if part in present]
-        if parts:
-            present[fused] = math.prod(parts)
-    two = "tp" in present and "ep_rest" in present
-    axes = {
-        name: Axis(name, size, 0, f"plan.{name}", name == "ep" and two and not CAN_KEEP_RANK_ORDER)
-        for name, size in present.items()
-    }
-    return StorageMesh("plan", mesh_without_groups("cpu", ranks, shape.names), MappingProxyType(axes), "nccl")
+    opaque = tuple(shadow.opaque.notes())
+    return Traced(
+        plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof, opaque
+    )
 
 
 def _view(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> PassView:

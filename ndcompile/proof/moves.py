@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ndcompile.proof.fact import INVARIANT, OWN, PARTIAL, REPLICATED, Fact, NotProven, shard_on
 from ndcompile.proof.pointwise import name_of
 from ndcompile.proof.use import Use, ndim, shape
 from ndcompile.redistribute import pair, shard_dim
+from ndcompile.type_inference import written_arguments
 
 LOOKUP = "A value that is looked up by the rank's own rows needs the style 'embedding_rowwise' in tp_plan."
 
@@ -50,7 +53,7 @@ def own(use: Use) -> Fact | None:
     if not roles:
         return None
     rule = OWN_RULES.get(name_of(use))
-    found = rule(use, operands) if rule is not None else None
+    found = (rule(use, operands) if rule is not None else None) or _of_each_row(use, operands)
     if found is None:
         raise NotProven(f"it uses this rank's {', '.join(sorted(set(roles)))} in a way that no rule knows", LOOKUP)
     return found
@@ -106,6 +109,29 @@ def _rows(use: Use, operands: list[Fact]) -> Fact | None:
     rows: Any = weight
     fits = table.kind == "S" and table.dim == 0 and table.parts == 1 and row.rows == shape(rows)[0]
     return Fact(OWN, role="rows", rows=row.rows) if fits and row.role == "row" else None
+
+
+def _of_each_row(use: Use, operands: list[Fact]) -> Fact | None:
+    """A norm of what was looked up is that of each row by itself: elements of rows with what all ranks have, and
+    statistics along the last dim, which stays."""
+    rows = [source for source, known in zip(use.operands, operands, strict=True) if known.role == "rows"]
+    others = [known for known in operands if known.role != "rows"]
+    if not rows or any(known.kind not in "IR" for known in others):
+        return None
+    first: Any = rows[0]
+    if any(shape(node)[:-1] != shape(first)[:-1] for node in (*rows, use.node)):
+        return None
+    tags = getattr(use.node.target, "tags", ())
+    elementwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    elementwise = elementwise and not written_arguments(use.node)
+    return use.fact(first) if elementwise or (rows == use.operands and _along_last(use)) else None
+
+
+def _along_last(use: Use) -> bool:
+    """Whether a statistic is taken along the last dim alone, which it keeps. (Without keepdim a shape is shorter.)"""
+    dims: Any = use.argument("dim") if name_of(use) in ("mean", "sum", "amax", "var", "std") else None
+    last = ndim(use.operands[0]) - 1
+    return dims is not None and [dim % (last + 1) for dim in ([dims] if isinstance(dims, int) else dims)] == [last]
 
 
 def _kept(use: Use, operands: list[Fact]) -> Fact | None:

@@ -9,7 +9,7 @@ from zoo_case import LIMIT, ZooCase, measure
 # parameters of an activation. phi3: fused projections, gathered. gpt_oss: sinks and interleaved gates. dots3_note: an
 # indexer under no_grad, latent attention. llama4: chunked attention, stacked experts. lfm2: convolutions. jamba: scans.
 # deepseek_v3: grouped routing and shared experts. qwen3_moe: exchanged experts. hrm_text: weights whose first use is
-# under no_grad.
+# under no_grad. inkling_text: a plan whose fused projection is repaired, a norm within the embedding.
 CASES = [
     ("mamba2", "fsdp4"),
     ("bloom", "fsdp4"),
@@ -24,6 +24,7 @@ CASES = [
     ("jamba", "tp2"),
     ("deepseek_v3", "fsdp2_tp2"),
     ("qwen3_moe", "fsdp2_tp2_ep2"),
+    ("inkling_text", "tp2"),
 ]
 
 
