@@ -25,7 +25,8 @@ from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
-from ndcompile.proof.check import check_proof, twins_of
+from ndcompile.proof.check import Prover
+from ndcompile.proof.made import run_marked
 from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
@@ -103,15 +104,15 @@ class Prepared:
         captured = capture(compiled.shadow, compiled.model, call, dynamic=False)
         before = len(captured.module.graph.nodes)
         context = compiled.pass_context(captured, compiled.whole_capture(call, False))
-        twins = twins_of(captured.module.graph, context)
-        reduce_statistics(captured.module.graph, context)
+        prover = Prover(captured.module.graph, context)
+        run_marked(reduce_statistics, captured.module.graph, context)
         if len(captured.module.graph.nodes) != before:
             raise UnsupportedError(
                 f"{type(compiled.model).__name__} takes statistics over values that tp shards, which torch.compile "
                 "cannot make whole. Use ndcompile.compile."
             )
-        complete_boundaries(captured.module.graph, context)
-        check_proof(captured.module.graph, context, twins)
+        run_marked(complete_boundaries, captured.module.graph, context)
+        prover.check(captured.module.graph, after=complete_boundaries.__name__)
         self.statistics_checked = True
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Sequence[Any]]:

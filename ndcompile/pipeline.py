@@ -21,11 +21,12 @@ from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.passes.seed_random_ops import seed_random_ops
 from ndcompile.passes.shard_sequence import shard_sequence
 from ndcompile.passes.unshard_parameters import unshard_parameters
-from ndcompile.proof.check import check_proof, twins_of
+from ndcompile.proof.check import Prover
+from ndcompile.proof.made import run_marked
 from ndcompile.proof.prove import Proof
 from ndcompile.schedule import SCHEDULING
 from ndcompile.torch_private import trace_structured
-from ndcompile.verifier import verify
+from ndcompile.verifier import FACTS, Check, check_groups, verify
 
 _logger = logging.getLogger("ndcompile.pipeline")
 
@@ -45,8 +46,8 @@ PASSES: tuple[Pass, ...] = (
     fit_memory_budget,
 )
 
-PROVEN_BEFORE: Pass = merge_boundaries
-"""The pass before which the graph is proven: statistics are reduced, and missing gradient sums are there."""
+PROVEN_FROM: Pass = complete_boundaries
+"""The first pass behind which the graph is proven: statistics are reduced, and missing gradient sums are there."""
 
 REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "hold_gradients"})
 """Passes without which the graph would not compute the model."""
@@ -84,20 +85,22 @@ def run_passes(
     _publish("captured", graph, groups)
     if observe:
         observe("captured", captured.module)
-    twins, proof = twins_of(graph, context), None
+    prover, proven = Prover(graph, context), False
+    facts: list[Check] = [check_groups]
     for run in PASSES:
-        if run is PROVEN_BEFORE:  # later passes change shapes, but no types
-            proof = check_proof(graph, context, twins)
-        if run.__name__ in disabled:
-            continue
-        run(graph, context)
-        verify(graph, context, after=run.__name__)
-        _publish(run.__name__, graph, groups)
-        if observe:
-            observe(run.__name__, captured.module)
-    verify(graph, context, after="pipeline")
+        if run.__name__ not in disabled:
+            run_marked(run, graph, context)
+            facts += FACTS.get(run.__name__, ())
+            verify(graph, context, facts)
+            _publish(run.__name__, graph, groups)
+            if observe:
+                observe(run.__name__, captured.module)
+        proven = proven or run is PROVEN_FROM
+        if proven:
+            prover.check(graph, after=run.__name__)
+    verify(graph, context)
     captured.module.recompile()
-    return proof
+    return prover.proof
 
 
 def _publish(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> None:

@@ -39,10 +39,6 @@ _logger = logging.getLogger("ndcompile.passes")
 aten = torch.ops.aten
 
 
-MADE_HERE = "reduce_statistics"
-"""`meta["made_by"]` of the nodes that this pass makes: the proof takes no others that the code without tp lacks."""
-
-
 def reduce_statistics(graph: fx.Graph, context: PassContext) -> None:
     """Reduce means and deviations over sharded dims. Raises VerifyError for other operators that read along one.
 
@@ -85,7 +81,7 @@ class _Builder:
 
     def __call__(self, target: Any, *args: Any, shape: tuple[Any, ...] | None = None) -> fx.Node:
         made = self.graph.call_function(target, args)
-        made.meta.update(self.node.meta, made_by=MADE_HERE)
+        made.meta.update(self.node.meta)
         if shape is not None:
             made.meta["val"] = self.context.fake(shape, self.node.meta["val"].dtype)
         return made

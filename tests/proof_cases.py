@@ -12,15 +12,18 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ndcompile.graph_input import COORDINATE, PARAMETER, GraphInput
+from ndcompile.chunked_loss import vocabulary_loss
+from ndcompile.graph_input import COORDINATE, PARAMETER, SEEDS, GraphInput
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.proof.prove import Proof, pair_around, prove
-from ndcompile.redistribute import redistribute
+from ndcompile.random_ops import dropout_op
+from ndcompile.redistribute import average_gradient, redistribute
 from ndcompile.torch_private import StridedShard
 from ndcompile.trace_graph import mark_differentiable
 
 RANKS = 2
-SHAPES = {"x": (4, 8, 8), "y": (4, 8, 8), "w": (8, 8), "b": (8,), "ids": (4, 8), "rank": ()}
+SHAPES = {"x": (4, 8, 8), "y": (4, 8, 8), "w": (8, 8), "b": (8,), "ids": (4, 8), "rank": (), "seeds": (2,)}
+INPUTS = {"rank": GraphInput(COORDINATE, "tp"), "seeds": GraphInput(SEEDS, "seeds")}
 
 
 def layouts(text: str) -> dict[str, tuple[str, int, int]]:
@@ -42,7 +45,7 @@ def traced(code: str, given: str, ranks: int) -> fx.Graph:
         if kind in ("S", "P"):
             dim = len(shape) - 1 if kind == "P" else dim
             shape[dim] //= ranks
-        whole_numbers = name in ("ids", "rank")
+        whole_numbers = name in ("ids", "rank", "seeds")
         inputs.append(torch.zeros(shape, dtype=torch.int64) if whole_numbers else torch.ones(shape, requires_grad=True))
 
     def move(value: Tensor, src: str, dst: str) -> Tensor:
@@ -54,12 +57,18 @@ def traced(code: str, given: str, ranks: int) -> fx.Graph:
             scope[name] = scope[name].sum(-1) if kind == "P" else scope[name]
             scope[name] = move(scope[name], "I", "R") if kind == "R" else scope[name]
         scope |= {"torch": torch, "F": F, "move": move, "rank": scope.get("rank"), "ranks": ranks}
+        scope |= {"average": lambda x: average_gradient(x, "fsdp", 2, "sum")}
+        scope |= {"drop": lambda x, seeds, stream: dropout_op(x, 0.5, seeds[stream], 0)}
+        scope |= {
+            "loss": lambda x, w, ids, rank: vocabulary_loss(
+                x, "tp", ranks, w, None, ids.flatten(), 8, -100, 1, torch.float32, [], [], rank
+            )
+        }
         return [eval(code, scope)]
 
     graph = make_fx(program, tracing_mode="fake", pre_dispatch=True)(*inputs).graph
     for name, node, example in zip(names, graph.find_nodes(op="placeholder"), inputs, strict=True):
-        kind = COORDINATE if name == "rank" else PARAMETER
-        node.meta["input"], node.meta["val"] = GraphInput(kind, "tp" if name == "rank" else name), example
+        node.meta["input"], node.meta["val"] = INPUTS.get(name, GraphInput(PARAMETER, name)), example
     graph.eliminate_dead_code()
     mark_differentiable(graph)
     return graph

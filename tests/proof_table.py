@@ -1,9 +1,11 @@
-"""The proof along tp on the zoo: `make proof` writes PROOF.md. One process, no ranks, no weights.
+"""The proof on the zoo: `make proof` writes PROOF.md. One process, no ranks, no weights.
 
-    python tests/proof_table.py --types llama,qwen3 --tp 2
+    python tests/proof_table.py --tp 2,4 --attention sdpa,eager
+    python tests/proof_table.py --types llama,qwen3 --tp 2 --layouts dp2_fsdp2
 
-Every type with a tp_plan is captured and proven, and then proven again with each of its boundaries damaged. Needs tests
-and tests/zoo in PYTHONPATH.
+Every type with a tp_plan is captured, taken through all passes and proven behind each of them; with `--damage` it is
+proven again with each node between ranks damaged. Results are kept, a line of JSON a cell, and a cell that has one is
+left out, so that a run can be continued. Needs tests, tests/distributed and tests/zoo in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -12,199 +14,161 @@ import argparse
 import json
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import proof_zoo
-import torch
 import transformers
-from torch import fx
+import zoo
+from proof_damage import damages
+from proof_report import write_table
 
-from ndcompile.errors import NdcompileError
+from ndcompile.errors import NdcompileError, PlanError, VerifyError
 from ndcompile.pass_context import PassContext
-from ndcompile.passes.complete_boundaries import complete_boundaries
-from ndcompile.passes.reduce_statistics import reduce_statistics
-from ndcompile.proof.prove import pair_around, prove
-from ndcompile.redistribute import redistribute
-from ndcompile.type_inference import moves_over
+from ndcompile.pipeline import run_passes
+from ndcompile.proof.check import explain, twins_of
+from ndcompile.proof.exchange import exchange_problems
+from ndcompile.proof.made import unknown_nodes
+from ndcompile.proof.prove import Proof, prove
+from ndcompile.verifier import verify
 
-TABLE = Path(__file__).parents[1] / "PROOF.md"
-NUMERIC = Path(__file__).parent / "zoo" / "results.jsonl"
-PAIRS = [("I", "R"), ("P", "I"), ("P", "R")]
+RESULTS = Path(__file__).parent / "zoo" / "proof.jsonl"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp alone": {},
+    "dp2_fsdp2": {"dp_replicate": 2, "fsdp": 2},
+    "fsdp4_ep4": {"fsdp": 4, "ep": 4},
+}
+"""Axes beside tp. fsdp4_ep4 with tp=2 is ep_rest=2 x efsdp=2; it is of types with an ep_plan."""
 
 
 @dataclass
 class Verdict:
-    """Of one type. survivors: damaged graphs that were proven, as text."""
+    """Of one cell. seconds: of the proofs behind all passes, and of them, the second capture and the first.
+
+    survivors: damaged graphs that were proven, as text.
+    """
 
     model_type: str
+    tp: int
+    attention: str
+    layout: str
     result: str
     message: str = ""
     summary: str = ""
-    seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
     damaged: int = 0
     survivors: list[str] = field(default_factory=list)
 
+    @property
+    def cell(self) -> tuple[str, int, str, str]:
+        return self.model_type, self.tp, self.attention, self.layout
 
-def judge(model_type: str, tp: int, plan: dict[str, str] | None = None) -> Verdict:
-    """Prove a type, and what is left of it when a boundary is damaged. plan: overrides of its tp_plan."""
+
+def judge(
+    model_type: str,
+    tp: int,
+    attention: str = "sdpa",
+    layout: str = "tp alone",
+    damage: bool = True,
+    plan: dict[str, str] | None = None,
+) -> Verdict:
+    """Prove a type behind every pass, and what is left of it when a node is damaged. plan: overrides of its tp_plan."""
+    verdict = Verdict(model_type, tp, attention, layout, "proven")
+    clock = _Clock(verdict.seconds)
     try:
-        captured, context = proof_zoo.captured(model_type, tp, plan)
-        whole = context.whole_graph()
-        context = replace(context, whole_graph=lambda: whole)
-        graph = captured.module.graph
-        twins = pair_around(graph, whole, context.plan)
-        reduce_statistics(graph, context)
-        complete_boundaries(graph, context)
+        with clock("capture"):
+            captured, context = proof_zoo.captured(model_type, tp, plan, LAYOUTS[layout], attn_implementation=attention)
+        with clock("second capture"):
+            twins = twins_of(captured.module.graph, context)
+        with clock("passes"):
+            proof = run_passes(captured, context)
     except NdcompileError as error:
         message = re.sub(r"[^\s\"']*/site-packages/", "", str(error).splitlines()[0])
-        return Verdict(model_type, "refused before", f"{type(error).__name__}: {message}")
-    axis = context.axis("tp")
-    run = lambda: prove(graph, twins, context.plan, axis.group, tp)  # noqa: E731
-    started = time.perf_counter()
-    proof = run()
-    seconds = time.perf_counter() - started
-    if proof.problems:
-        problem = proof.problems[0]
-        module = (problem.node.meta.get("custom") or {}).get("module", "")
-        return Verdict(model_type, "alarm", f"{module}, {problem.node.target}: {problem.reason}", seconds=seconds)
-    verdict = Verdict(model_type, "proven", summary=proof.summary(), seconds=seconds)
-    for name, damage in _damages(graph, context):
-        with damage:
-            verdict.damaged += 1
-            if not run().problems:
-                verdict.survivors.append(name)
-    assert not run().problems, "the graph is no longer what it was before it was damaged"
+        alarm = isinstance(error, VerifyError) and " is not proven over " in message
+        sizes = isinstance(error, PlanError)
+        verdict.result = "alarm" if alarm else "refused for sizes" if sizes else "refused before"
+        verdict.message = f"{type(error).__name__}: {message}"
+        return verdict
+    except ValueError as error:  # transformers has no such attention for this type
+        verdict.result, verdict.message = "no such attention", str(error).splitlines()[0]
+        return verdict
+    verdict.summary = proof.summary() if proof is not None else ""
+    if damage:
+        graph = captured.module.graph
+        known = frozenset(graph.nodes)
+        refused = lambda: refusal(graph, context, twins, proof, known) is not None  # noqa: E731
+        assert not refused()
+        for name, damaged in damages(graph, context.mesh):
+            with damaged:
+                verdict.damaged += 1
+                if not refused():
+                    verdict.survivors.append(name)
+        assert not refused(), "the graph is no longer what it was before it was damaged"
     return verdict
 
 
-def _damages(graph: fx.Graph, context: PassContext) -> Iterator[tuple[str, object]]:
-    """Each boundary over tp removed, doubled, scaled, and taken for another pair; one of those alike in all layers."""
-    tp = context.axis("tp").group
-    seen = set()
-    for node in [n for n in graph.nodes if moves_over(n, tp)]:
-        module = re.sub(r"\d+", "*", (node.meta.get("custom") or {}).get("module", ""))
-        pair = tuple(node.args[3:5])
-        learns = node.meta["differentiable"]
-        if (module, pair, learns) in seen or (pair == ("I", "R") and not learns):
-            continue  # without a gradient I and R are one
-        seen.add((module, pair, learns))
-        title = f"{module} {pair[0]}->{pair[1]}"
-        yield f"{title} removed", _bypassed(node, node.args[0])
-        yield f"{title} doubled", _followed(graph, node, redistribute, node.args[1:])
-        yield f"{title} scaled", _followed(graph, node, torch.ops.aten.mul.Tensor, (context.axis("tp").size,))
-        for other in PAIRS:
-            if other != pair and pair in PAIRS and (learns or other[0] != pair[0]):
-                yield f"{title} taken for {other[0]}->{other[1]}", _other_pair(node, other)
+def refusal(graph: Any, context: PassContext, twins: Any, proof: Proof | None, known: Collection[Any]) -> str | None:
+    """Why a finished graph is refused; None where it is not."""
+    try:
+        verify(graph, context)
+    except VerifyError as error:
+        return str(error)
+    axis = context.axis("tp")
+    problems = unknown_nodes(graph, known)
+    problems += list(prove(graph, twins, context.plan, axis.group, axis.size, proof).problems) if axis else []
+    if context.plan.experts:
+        problems += exchange_problems(graph, context.plan, context.mesh)
+    return explain(problems[0], "all axes", "pipeline") if problems else None
 
 
-@contextmanager
-def _bypassed(node: fx.Node, source: fx.Node) -> Iterator[None]:
-    """Users of `node` read `source` instead."""
-    before = [(user, user.args, user.kwargs) for user in node.users if user is not source]
-    for user, _, _ in before:
-        user.replace_input_with(node, source)
-    yield
-    for user, args, kwargs in before:
-        user.args, user.kwargs = args, kwargs
+class _Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
 
+    def __call__(self, name: str) -> _Clock:
+        self.name = name
+        return self
 
-@contextmanager
-def _followed(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    """An operator on the value of `node`, in its place."""
-    with graph.inserting_after(node):
-        again = graph.call_function(target, (node, *args))
-    again.meta.update(node.meta)
-    with _bypassed(node, again):
-        yield
-    graph.erase_node(again)
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
 
-
-@contextmanager
-def _other_pair(node: fx.Node, pair: tuple[str, str]) -> Iterator[None]:
-    before = node.args
-    node.args = (*before[:3], *pair, *before[5:])
-    yield
-    node.args = before
-
-
-def numeric_results() -> dict[str, str]:
-    """What the zoo found of a type under tp on real ranks: its worst result."""
-    found: dict[str, list[str]] = {}
-    for line in map(json.loads, NUMERIC.read_text().splitlines()):
-        if "tp2" in line["layout"] and "ep" not in line["layout"]:
-            found.setdefault(line["model_type"], []).append(line["result"])
-    return {name: max(results, key=lambda r: (r != "pass", r)) for name, results in found.items()}
-
-
-def write_table(verdicts: list[Verdict], tp: int) -> None:
-    """PROOF.md of the verdicts."""
-    numeric = numeric_results()
-    lines = [
-        "# The proof along tp, on the zoo",
-        "",
-        f"Written by `make proof`; torch {torch.__version__}, transformers {transformers.__version__}, tp={tp}, sdpa.",
-        "A training step of each architecture with a tp_plan is captured with and without tp in one process and proven",
-        "([docs/proof.md](docs/proof.md)); no weights or ranks. `numeric` is what ZOO.md found on real ranks under tp.",
-        "Types are halved by a hash of their names: rules were made with a look at the alarms of the tuned half only.",
-        "",
-        "| half | types | proven | alarm | refused before | alarm, but right | proven, but wrong |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for half in (False, True):
-        of_half = [v for v in verdicts if proof_zoo.held_out(v.model_type) == half]
-        counts = Counter(v.result for v in of_half)
-        false = sum(v.result == "alarm" and numeric.get(v.model_type) == "pass" for v in of_half)
-        missed = sum(v.result == "proven" and numeric.get(v.model_type, "").startswith("wrong") for v in of_half)
-        lines.append(
-            f"| {'held out' if half else 'tuned'} | {len(of_half)} | {counts['proven']} | {counts['alarm']} | "
-            f"{counts['refused before']} | {false} | {missed} |"
-        )
-    proven = [v for v in verdicts if v.result == "proven"]
-    damaged, survivors = sum(v.damaged for v in proven), [(v.model_type, s) for v in proven for s in v.survivors]
-    seconds = sorted(v.seconds for v in proven)
-    lines += [
-        "",
-        f"Damaged graphs: each boundary over tp of the {len(proven)} proven types (one of those alike in all layers)",
-        "was removed, doubled, scaled by tp, or taken for another pair. "
-        f"{damaged - len(survivors):,} of {damaged:,} were refused.",
-        f"The proof took {seconds[len(seconds) // 2]:.2f} s (median), {seconds[-1]:.2f} s at most." if seconds else "",
-        "",
-        *[f"- proven though damaged: {name}, {survivor}" for name, survivor in survivors],
-        "",
-        "| type | half | proof | numeric | |",
-        "|---|---|---|---|---|",
-    ]
-    for v in sorted(verdicts, key=lambda v: (v.result == "proven", v.model_type)):
-        half = "held out" if proof_zoo.held_out(v.model_type) else "tuned"
-        text = (v.message or v.summary).replace("|", "\\|")
-        lines.append(f"| {v.model_type} | {half} | {v.result} | {numeric.get(v.model_type, 'not run')} | {text} |")
-    TABLE.write_text("\n".join(lines) + "\n")
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.name] = round(time.perf_counter() - self.started, 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", default="", help="model types, with commas; all with a tp_plan by default")
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--results", type=Path, help="file that keeps verdicts; types that it has are left out")
+    parser.add_argument("--tp", default="2")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--layouts", default="tp alone", help=f"of {list(LAYOUTS)}, with commas")
+    parser.add_argument("--damage", action="store_true", help="prove damaged graphs too")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file that keeps verdicts")
+    parser.add_argument("--table", action="store_true", help="write PROOF.md of what is kept, and run nothing")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    done = {}
-    if options.results and options.results.exists():
-        done = {v["model_type"]: Verdict(**v) for v in map(json.loads, options.results.read_text().splitlines())}
-    for name in options.types.split(",") if options.types else proof_zoo.with_tp_plan():
-        if name not in done:
-            done[name] = judge(name, options.tp)
-            print(f"{name}: {done[name].result} {done[name].message} {done[name].survivors}", flush=True)
-            if options.results:
-                with options.results.open("a") as file:
-                    file.write(json.dumps(asdict(done[name])) + "\n")
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    done = {v.cell: v for v in (Verdict(**line) for line in map(json.loads, lines))}
+    names = options.types.split(",") if options.types else proof_zoo.with_tp_plan()
+    cells = [
+        (name, int(tp), attention, layout)
+        for layout in options.layouts.split(",")
+        for attention in options.attention.split(",")
+        for tp in options.tp.split(",")
+        for name in names
+        if "ep" not in LAYOUTS[layout] or zoo.on_meta(name).ep_plan
+    ]
+    for cell in [] if options.table else cells:
+        if cell in done and (done[cell].damaged or not options.damage or done[cell].result != "proven"):
+            continue
+        done[cell] = verdict = judge(*cell, damage=options.damage)
+        print(f"{cell}: {verdict.result} {verdict.message} {verdict.damaged} {verdict.survivors}", flush=True)
+        with options.results.open("a") as file:
+            file.write(json.dumps(asdict(verdict)) + "\n")
     if not options.types:
-        write_table(list(done.values()), options.tp)
+        write_table(list(done.values()))
 
 
 if __name__ == "__main__":

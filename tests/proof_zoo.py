@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from functools import cache
+from typing import Any
 
 import torch
 import zoo
+from torch import fx
 from transformers.distributed import DistributedConfig
 
 from ndcompile.call import bind
@@ -27,23 +30,34 @@ def with_tp_plan() -> list[str]:
     return [name for name in zoo.types() if zoo.on_meta(name).tp_plan]
 
 
-def captured(model_type: str, tp: int, plan: dict[str, str] | None = None, **changes) -> tuple[Captured, PassContext]:
+def captured(
+    model_type: str,
+    tp: int,
+    plan: dict[str, str] | None = None,
+    sizes: dict[str, int] | None = None,
+    call: dict[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[Captured, PassContext]:
     """A training step's forward on a mesh of `tp` ranks, before all passes, and what the passes know.
 
-    plan: overrides of the tp_plan. Raises PlanError and CaptureError as `ndcompile.compile` does.
+    plan: overrides of the tp_plan. sizes: of other axes than tp. call: more arguments. Raises PlanError and
+    CaptureError as `ndcompile.compile` does.
     """
     model = zoo.on_meta(model_type, **changes)
     config = DistributedConfig(tp_plan=plan) if plan else DistributedConfig()
-    sizes = {"dp_replicate": 1, "fsdp": 1, "tp": tp, "ep": 1}
+    sizes = {"dp_replicate": 1, "fsdp": 1, "ep": 1} | (sizes or {}) | {"tp": tp}
     layout = build_plan(copy_without_weights(model), sizes, config)
     mesh = mesh_of_sizes(layout.sizes)
     ids = torch.empty(2, zoo.SEQUENCE, dtype=torch.int64)
-    call = bind(inspect.signature(type(model).forward.__get__(model)), (), {"input_ids": ids, "labels": ids.clone()})
+    arguments = {"input_ids": ids, "labels": ids.clone()} | (call or {})
+    bound = bind(inspect.signature(type(model).forward.__get__(model)), (), arguments)
     shadow = Shadow(model, layout, mesh)
-    own = capture(shadow, model, call, dynamic=False)
+    own = capture(shadow, model, bound, dynamic=False)
     dtypes = {entry.fqn: entry.dtype for entry in layout.parameters}
-    whole = Shadow(model, *unsharded(layout, mesh), shadow.opaque)
-    context = PassContext(
-        layout, mesh, dtypes, own.fake_mode, (), lambda: capture(whole, model, call, dynamic=False).module.graph
-    )
-    return own, context
+
+    @cache
+    def whole() -> fx.Graph:
+        reference = Shadow(model, *unsharded(layout, mesh), shadow.opaque)
+        return capture(reference, model, bound, dynamic=False).module.graph
+
+    return own, PassContext(layout, mesh, dtypes, own.fake_mode, (), whole if tp > 1 else None)

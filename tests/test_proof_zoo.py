@@ -35,4 +35,4 @@ def test_a_mask_drawn_from_the_stream_of_other_ranks_is_refused():
     assert stream.args[2] == 1  # every rank has heads of its own
     stream.args = (*stream.args[:2], 0)
     with pytest.raises(VerifyError, match="differs between the ranks of a tp group, but draws from stream 0"):
-        verify(graph, context, after="pipeline")
+        verify(graph, context)

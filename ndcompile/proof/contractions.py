@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ndcompile.proof.fact import INVARIANT, KEEP_WHOLE, PARTIAL, SUM_FIRST, Fact, NotProven, shard_on
+from ndcompile.proof.pointwise import drawn
 from ndcompile.proof.use import Use, ndim, shape
 
 BATCH = "zyxwvu"
@@ -103,10 +104,15 @@ def grouped_matmul(use: Use) -> Fact:
 
 
 def attention(use: Use) -> Fact:
-    """scaled_dot_product_attention, by batch and heads; a partial value stays one."""
+    """scaled_dot_product_attention, by batch and heads; a partial value stays one. Dropout draws from its stream."""
+    seed = use.argument("seed")
+    return _attention(use) if seed is None else drawn(use, _attention(use), seed)
+
+
+def _attention(use: Use) -> Fact:
     query, key, value = use.node.args[:3]
     known = [use.fact(operand) for operand in (query, key, value)]
-    mask = use.argument("attn_mask")
+    mask = use.argument("attn_mask") if use.argument("seed") is None else use.argument("mask")
     if any(f.kind == "P" for f in [*known[:2], use.fact(mask)]):
         raise NotProven("softmax is no sum: the scores are partial", SUM_FIRST)
     if known[2].kind == "P" and not any(f.varies for f in [*known[:2], use.fact(mask)]):

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ndcompile.proof.fact import INVARIANT, OWN, PARTIAL, REPLICATED, Fact, NotProven, shard_on
-from ndcompile.proof.pointwise import name_of
+from ndcompile.proof.contractions import attention
+from ndcompile.proof.fact import EXCHANGED, INVARIANT, OWN, PARTIAL, REPLICATED, Fact, NotProven, shard_on
+from ndcompile.proof.pointwise import dropped_out, name_of
 from ndcompile.proof.use import Use, ndim, shape
 from ndcompile.redistribute import pair, shard_dim
 from ndcompile.type_inference import written_arguments
@@ -22,6 +23,8 @@ def moved(use: Use) -> Fact:
     known = use.fact(source)
     src, dst = pair(use.node)
     dim = shard_dim(src) % ndim(source) if src.startswith("S") else 0
+    if known.kind == EXCHANGED and src != "I":  # whose tokens: see `exchange`
+        return INVARIANT if dst == "I" else Fact(EXCHANGED)
     # without a gradient R and I are the same
     fits = known.kind == src[0] or (src == "I" and known.kind == "R" and not source.meta["differentiable"])
     if not fits or (src.startswith("S") and (known.dim != dim or known.parts != 1)):
@@ -138,6 +141,23 @@ def _kept(use: Use, operands: list[Fact]) -> Fact | None:
     return use.fact(use.node.args[0]) if len(operands) == 1 else None
 
 
+def _stream(use: Use, operands: list[Fact]) -> Fact | None:
+    """seeds[0] is shared by the ranks, seeds[1] is this rank's own."""
+    _, dim, number = use.node.args
+    if operands[0].role != "seeds" or dim != 0:
+        return None
+    return Fact(OWN, role="stream") if number == 1 else INVARIANT
+
+
+def _loss_of_shards(use: Use, operands: list[Fact]) -> Fact | None:
+    """vocabulary_loss with a coordinate: each rank sums the losses of the labels that its rows hold."""
+    hidden, weight, bias, labels = (use.fact(use.argument(name)) for name in ("hidden", "weight", "bias", "labels"))
+    rows = use.whole_shape(use.argument("weight"))[0]
+    shards = [weight, bias] if use.argument("bias") is not None else [weight]
+    cut = all((known.kind, known.dim, known.parts) == ("S", 0, 1) for known in shards)
+    return PARTIAL if cut and {hidden.kind, labels.kind} <= {"I", "R"} and use.argument("full") == rows else None
+
+
 OWN_RULES = {
     "mul": _offset,
     "div": _scaled_rows,
@@ -148,6 +168,10 @@ OWN_RULES = {
     "bitwise_and": _both,
     "where": _inside,
     "embedding": _rows,
+    "select": _stream,
+    "dropout": lambda use, operands: dropped_out(use),
+    "attention_with_dropout": lambda use, operands: attention(use),
+    "vocabulary_loss": _loss_of_shards,
     **dict.fromkeys(["unsqueeze", "detach", "to", "alias"], _kept),
 }
 """Name of an operator -> what follows if an operand depends on the rank's index."""

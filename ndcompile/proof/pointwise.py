@@ -88,9 +88,20 @@ def copied(use: Use) -> Fact:
 
 def dropped_out(use: Use) -> Fact:
     """Dropout: seed_random_ops gives a value that varies the rank's own stream, any other the shared one."""
-    if use.of_kind("P") and use.argument("train"):
+    known, seed = use.fact(use.node.args[0]), use.argument("seed")
+    if known.kind == "P" and (use.argument("train") or seed is not None):
         raise NotProven("each rank would drop other elements of a partial sum", SUM_FIRST)
-    return use.fact(use.node.args[0])
+    return known if seed is None else drawn(use, known, seed)
+
+
+def drawn(use: Use, known: Fact, seed: Any) -> Fact:
+    """What is alike on all ranks draws from the shared stream, what varies from the rank's own."""
+    if known.varies != (use.fact(seed).role == "stream"):
+        kind, stream = ("differs between", "the shared") if known.varies else ("is the same on", "a rank's own")
+        raise NotProven(
+            f"it {kind} the ranks, but draws from {stream} stream", "The pass 'seed_random_ops' chooses it."
+        )
+    return known
 
 
 def aligned(use: Use, operands: Iterable[fx.Node]) -> Fact:

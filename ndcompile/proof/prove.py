@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ndcompile.graph_input import COORDINATE, HELD, PARAMETER
+from ndcompile.graph_input import COORDINATE, HELD, PARAMETER, SEEDS
 from ndcompile.proof.fact import (
     EXCHANGED,
     INVARIANT,
@@ -22,41 +22,52 @@ from ndcompile.proof.fact import (
     NotProven,
     shard_on,
 )
+from ndcompile.proof.made import NO_SUCH_NODE, may_make
 from ndcompile.proof.moves import own
+from ndcompile.proof.problem import Problem, exchanged, module_of
 from ndcompile.proof.rules import RULES, Row, otherwise
 from ndcompile.proof.use import Twins, Use, cut_dim, tensor_of
+from ndcompile.redistribute import average_gradient, divide_gradient, redistribute, unshard
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import StridedShard
 from ndcompile.type_inference import moves_over, written_memory
 
+CHAIN = (divide_gradient, average_gradient, unshard)
+"""What stands between a stored parameter and its uses."""
+
 
 @dataclass(frozen=True)
-class Problem:
-    """What is not proven of a node: the reason, what repairs it, and what its operands are."""
+class Step:
+    """What was concluded of a node, and from what: where that is as it was, so is the conclusion.
 
-    node: fx.Node
-    reason: str
-    repair: str
-    operands: Mapping[str, str]
+    written: its arguments and what is known of its operands. value: its `meta["val"]`.
+    """
+
+    written: tuple[Any, ...]
+    value: Any
+    known: Fact
+    problems: tuple[Problem, ...]
 
 
 @dataclass(frozen=True)
 class Proof:
     """facts: of every value that is a tensor. problems: in the order of the graph; empty where all is proven.
 
-    boundaries: the redistributions over tp.
+    boundaries: the redistributions over tp. steps: for the next proof of this graph.
     """
 
     facts: Mapping[fx.Node, Fact]
     problems: tuple[Problem, ...]
     boundaries: tuple[fx.Node, ...]
+    steps: Mapping[fx.Node, Step] = field(default_factory=dict, repr=False)
 
     def summary(self, times: Callable[[str], int] = lambda module: 1) -> str:
         """In numbers. times: how many modules of the whole model a module (or parameter) stands for."""
         inputs = [node.meta["input"] for node in self.facts if node.op == "placeholder"]
         parameters = sum(times(given.name) for given in inputs if given.kind == PARAMETER)
-        activations = sum(times(_module(node)) for node in self.facts if node.op != "placeholder")
-        boundaries = sum(times(_module(node)) for node in self.boundaries)
+        computed = (node for node in self.facts if node.op != "placeholder" and node.target not in CHAIN)
+        activations = sum(times(module_of(node)) for node in computed)
+        boundaries = sum(times(module_of(node)) for node in self.boundaries)
         return f"proven: {parameters:,} parameters, {activations:,} activations, {boundaries:,} boundaries"
 
 
@@ -78,41 +89,69 @@ def pair_around(local: fx.Graph, whole: fx.Graph, plan: ShardingPlan) -> dict[fx
     return found
 
 
-def exchanged(node: fx.Node, plan: ShardingPlan) -> bool:
-    """Whether a node is of experts that get their tokens by an exchange."""
-    module = f"{_module(node)}."
-    return any(module.startswith(f"{experts.fqn}.") for experts in plan.experts)
-
-
-def _module(node: fx.Node) -> str:
-    return (node.meta.get("custom") or {}).get("module", "")
-
-
-def prove(graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int) -> Proof:
+def prove(graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int, before: Proof | None = None) -> Proof:
     """What is known of every value of `graph` along the axis of the group `tp`, and what cannot be proven.
 
     twins: see `pair_around`; nodes that passes made have none. After a problem the walk goes on with what the shapes
-    say, so that one fault is one problem.
+    say, so that one fault is one problem. before: a proof of the same graph before it was changed; what the change does
+    not reach is taken from it.
     """
-    walk = _Walk(graph, twins, plan, tp, ranks)
+    walk = _Walk(graph, _of_whole_weights(graph, twins), plan, tp, ranks, {} if before is None else before.steps)
     for node in graph.nodes:
         if node.op == "output":
             walk.outputs(node)
         elif tensor_of(node) is not None:
             walk.visit(node)
     boundaries = tuple(node for node in graph.nodes if moves_over(node, tp))
-    return Proof(walk.facts, tuple(walk.problems), boundaries)
+    return Proof(walk.facts, tuple(walk.problems), boundaries, walk.steps)
+
+
+def weight_of(placeholder: fx.Node) -> fx.Node:
+    """The parameter as the model uses it: behind what gathers it and averages its gradient."""
+    node = placeholder
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in CHAIN:
+        node = user
+    return node
+
+
+def _of_whole_weights(graph: fx.Graph, twins: Twins) -> Twins:
+    """A stored shard has other sizes than the parameter without tp: its twin is that of the gathered weight."""
+    moved = dict(twins)
+    for node in graph.find_nodes(op="placeholder"):
+        if node in twins and (weight := weight_of(node)) is not node:
+            moved[weight] = moved.pop(node)
+    return moved
 
 
 class _Walk:
-    def __init__(self, graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        twins: Twins,
+        plan: ShardingPlan,
+        tp: str,
+        ranks: int,
+        before: Mapping[fx.Node, Step],
+    ) -> None:
         self.twins, self.plan, self.tp, self.ranks = twins, plan, tp, ranks
+        self.before, self.steps = before, dict[fx.Node, Step]()
         self.facts: dict[fx.Node, Fact] = {}
         self.problems: list[Problem] = []
         self.memory = written_memory(graph)
         self.same_code = graph.output_node() in twins
 
     def visit(self, node: fx.Node) -> None:
+        operands = tuple(self.facts.get(source) for source in node.all_input_nodes)
+        written = (node.args, node.kwargs, operands, node.meta["differentiable"], self.twins.get(node))
+        value, step, found = node.meta["val"], self.before.get(node), len(self.problems)
+        if step is not None and step.value is value and step.written == written and node not in self.memory:
+            self.problems += step.problems
+            self.facts[node] = step.known
+        else:
+            self._conclude(node)
+        self.steps[node] = Step(written, value, self.facts[node], tuple(self.problems[found:]))
+
+    def _conclude(self, node: fx.Node) -> None:
         cut = None
         try:
             cut = cut_dim(node, self.twins[node], self.ranks) if node in self.twins else None
@@ -138,7 +177,7 @@ class _Walk:
             if number >= (len(given) if returned is None else returned):  # into the cache
                 if known.kind == "P":
                     self._report(source, NotProven("a partial sum goes into the cache", KEEP_WHOLE))
-            elif known.kind in ("S", "P", OWN) or known.scale != 1:
+            elif known.varies or known.scale != 1:
                 self._report(source, NotProven(OUTPUT.format(known.words()), GATHERED))
             elif known.kind == "R" and source.meta["differentiable"]:
                 self._report(source, NotProven("it is returned, but its gradient would be summed", SUM_GRADIENT))
@@ -159,6 +198,8 @@ class _Walk:
             return shard_on(dim, int(entry.tp.split_factor) if isinstance(entry.tp, StridedShard) else 1)
         if source.kind == COORDINATE:
             return Fact(OWN, role="coordinate") if source.name == "tp" else Fact(EXCHANGED)
+        if source.kind == SEEDS:
+            return Fact(OWN, role="seeds")
         return shard_on(use.cut) if use.cut is not None else INVARIANT
 
     def _value(self, use: Use) -> Fact:
@@ -168,9 +209,11 @@ class _Walk:
         if moves_over(node, self.tp):
             return RULES["redistribute"].rule(use)
         if exchanged(node, self.plan) or use.of_kind(EXCHANGED):
-            return Fact(EXCHANGED)
-        if self.same_code and not use.paired and "made_by" not in node.meta:
-            raise NotProven("the same code without tp does not have it, and no pass made it", NO_SUCH_NODE)
+            return _typed(use, Fact(EXCHANGED) if any(use.fact(o).varies for o in use.operands) else INVARIANT)
+        if self.same_code and not use.paired and not may_make(node):
+            raise NotProven("the same code without tp does not have it, and no pass makes it", NO_SUCH_NODE)
+        if node.target is redistribute:  # over another axis: what it is along this one, it stays
+            return use.fact(node.args[0])
         if node.target is operator.getitem:
             return use.fact(node.args[0])
         row = RULES.get(_name(node))
@@ -199,7 +242,6 @@ class _Walk:
         return shard_on(cut)
 
 
-NO_SUCH_NODE = "Passes may insert redistributions, and what they mark in meta['made_by']."
 OUTPUT = "an output of the model is {} over tp"
 GATHERED = (
     "Add a tp_plan rule that gathers or sums it ('colwise_gather_output', 'rowwise', 'all_reduce'), or do not ask for "
@@ -271,7 +313,7 @@ def _typed(use: Use, known: Fact) -> Fact:
     """I and R: whose gradient is whole, and whose is a sum. Where values vary, the gradient of what meets them is
     partial, and only R sums it."""
     node = use.node
-    if not node.meta["differentiable"] or known.kind == EXCHANGED:
+    if not node.meta["differentiable"]:
         return replace(known, kind="I") if known.kind == "R" else known
     inputs = [source for source in use.operands if source.meta["differentiable"]]
     whole = [source for source in inputs if use.fact(source).kind == "I"]

@@ -3,7 +3,7 @@
 `I` the same on all ranks; `R` the same, its gradient a sum over the ranks; `S(d)` a shard on dim d, `S(d) x 2` one of
 two parts that are each sharded by themselves; `P` a partial sum. Each row has an example that a test runs: `code` on
 tensors of which `given` says what they are, by name, gives `gives`; `refused` is code that the same rule refuses.
-Tensors of examples are x and y (4, 8, 8), w (8, 8), b (8), ids (4, 8) of integers.
+Tensors of examples are x and y (4, 8, 8), w (8, 8), b (8), ids (4, 8) of integers; rank is this rank's index.
 
 Operators of which no operand is a shard or a partial sum need no rule: all ranks do the same with the same values. For
 one that the table does not have, `otherwise` decides.
@@ -69,7 +69,8 @@ ROWS = (
     Row("copy_", pointwise.copied, "the value of the source", "x=S(1)", "torch.empty_like(x).copy_(x)", "S(1)"),
     Row(
         "dropout native_dropout", pointwise.dropped_out,
-        "what varies draws its own stream", "x=S(2)", "F.dropout(x, 0.5)", "S(2)", refused="F.dropout(x.sum(2), 0.5)",
+        "what varies draws from the rank's own stream, any other from the shared one", "x=S(2)",
+        "drop(x, seeds, 1)", "S(2)", refused="drop(x, seeds, 0)",
     ),
     Row(
         "sum", reductions.summed,
@@ -117,7 +118,7 @@ ROWS = (
         "rows times their expert's matrix", "x=I", "x * 1", "I",
     ),
     Row(
-        "scaled_dot_product_attention", contractions.attention,
+        "scaled_dot_product_attention attention_with_dropout", contractions.attention,
         "heads and batch are apart", "x=S(0) y=S(0)",
         "F.scaled_dot_product_attention(x.unsqueeze(1), y.unsqueeze(1), y.unsqueeze(1))", "S(0)",
         refused="F.scaled_dot_product_attention(x.transpose(0, 1), y.transpose(0, 1), y.transpose(0, 1))",
@@ -189,6 +190,15 @@ ROWS = (
     Row(
         "embedding", moves.looked_up,
         "columns are apart, rows need the rank's own index", "w=S(1) ids=I", "F.embedding(ids, w)", "S(2)",
+    ),
+    Row(
+        "unshard average_gradient divide_gradient hold_gradient", pointwise.same_value,
+        "what data ranks do to a parameter is nothing to tp", "w=S(1) x=S(2)", "F.linear(x, average(w))", "P",
+    ),
+    Row(
+        "vocabulary_loss", reductions.own_loss,
+        "of rows on shards each rank sums the losses of its own labels", "x=R w=S(0) ids=I rank=I",
+        "loss(x, w, ids, rank)", "P", refused="loss(x, w, ids, None)",
     ),
     Row(
         "redistribute", moves.moved,

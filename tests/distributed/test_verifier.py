@@ -119,10 +119,10 @@ def _messages(name):
         output = graph.graph_copy(captured.module.graph, {})
         graph.output(output)
         graph.output_node().meta.update(captured.module.graph.output_node().meta)
-        verify(graph, context, after="pipeline")
+        verify(graph, context)
         damage(graph)
         try:
-            verify(graph, context, after="pipeline")
+            verify(graph, context)
         except VerifyError as error:
             found[damage.__name__] = str(error)
     return found
