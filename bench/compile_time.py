@@ -1,11 +1,11 @@
-"""Seconds of the first step by stage, milliseconds of later ones, and peak memory: one JSON line for a number of layers.
+"""Seconds of the first step by stage, milliseconds of later ones, peak memory: one JSON line for a number of layers.
 
     python bench/compile_time.py --layers 8,16,32 --device cuda --widths 8b [--fsdp 2] [--disable PASS ...] [--warm]
 
 Every line is a process of its own whose caches are empty; with --warm a second process finds those of the first one.
 One process stands for a rank: its process group is torch's fake one, which sends nothing. So with --fsdp 2 or --tp 2
-the graphs are those of a rank among two, collectives included, and the time of a step is that of the computation; values
-are those of a model only with neither, and only then losses of two runs are to be compared.
+the graphs are those of a rank among two, collectives included, and a step takes the time of its computation. Values
+are those of a model only with neither: losses of two runs are to be compared only then.
 
 Stages are exclusive and add up to `lowering_s`, what AOTAutograd and inductor take for forward and backward: what
 torch's own timers (`torch._dynamo.utils.dynamo_timed`) measure, less what they measure inside of it.
