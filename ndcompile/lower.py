@@ -20,6 +20,7 @@ from ndcompile.torch_private import (
     compile_fx,
     decompositions,
     launch_empty_grids,
+    order_collectives_of_subgraphs,
     tracing,
 )
 
@@ -62,8 +63,11 @@ def lower(
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
         if backend == "inductor":
             launch_empty_grids()
+            order_collectives_of_subgraphs()
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())
+            if fixed_inputs is not None:
+                disabled = {*disabled, "reuse_layers"}
             settings = inductor_settings(disabled) | (KERNELS_ALIKE if alike else {})
             options: dict[str, Any] = {}
             if fixed_inputs is not None:

@@ -8,21 +8,27 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile import collective_chains
+from ndcompile import collective_chains, repetition
 from ndcompile.passes import bucket_collectives as bucket
 from ndcompile.passes import overlap_communication as overlap
+from ndcompile.passes import reuse_layers as reuse
 from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
 
 SCHEDULING: Mapping[str, Callable[[fx.Graph], None]] = {
     "bucket_collectives": bucket.bucket_collectives,
     "overlap_communication": overlap.overlap_communication,
+    "reuse_layers": reuse.reuse_layers,
 }
 """Name of a pass -> the pass, in order."""
 
-SOURCES = tuple(str(Path(str(module.__file__))) for module in (collective_chains, bucket, overlap))
+SOURCES = tuple(str(Path(str(module.__file__))) for module in (collective_chains, repetition, bucket, overlap, reuse))
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}
 """Inductor's memory pass would start every gather as late as it can."""
+
+FUNCTIONAL = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""A buffer that a collective still reads, or that a result of a subgraph may share, is never written again: memory is
+free when nothing refers to it, collectives under way included, and torch's allocator reuses it."""
 
 
 class Schedule(CustomGraphPass):
@@ -42,4 +48,6 @@ class Schedule(CustomGraphPass):
 
 def inductor_settings(disabled: Collection[str]) -> dict[str, Any]:
     """What of torch._inductor.config makes it run the passes and keep their order."""
-    return {"post_grad_custom_post_pass": Schedule(disabled)} | KEEP_ORDER
+    schedule = Schedule(disabled)
+    settings = FUNCTIONAL if "reuse_layers" in schedule.names else {}
+    return {"post_grad_custom_post_pass": schedule} | KEEP_ORDER | settings

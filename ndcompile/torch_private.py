@@ -24,7 +24,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, tracing
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._inductor import comms, ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -347,6 +349,26 @@ def launch_empty_grids() -> None:
         kind.generate = guarded  # type: ignore[method-assign, assignment]
 
 
+def order_collectives_of_subgraphs() -> None:
+    """Let inductor keep the order of collectives where some of them are inside of subgraphs.
+
+    It chains the collectives of a graph, each behind the one before, and would not see that a call of a subgraph runs
+    some. Without it fusion could move a collective over such a call, on one rank and not on another.
+    """
+    original = comms.contains_collective
+    if hasattr(original, "looks_into_subgraphs"):
+        return
+
+    def contains_collective(node: Any, *args: Any) -> bool:
+        if original(node, *args):
+            return True
+        called = node.node.subgraph if isinstance(getattr(node, "node", None), ir.InvokeSubgraph) else None
+        return called is not None and any(isinstance(each, ir._CollectiveKernel) for each in called.graph.operations)
+
+    contains_collective.looks_into_subgraphs = True  # type: ignore[attr-defined]
+    comms.contains_collective = contains_collective  # type: ignore[assignment]
+
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "NO_OFFSETS",
@@ -381,12 +403,14 @@ __all__ = [
     "fake_tensor",
     "functions_as_nodes",
     "get_hash_for_files",
+    "invoke_subgraph",
     "is_checkpoint",
     "launch_empty_grids",
     "make_boxed_func",
     "make_fx",
     "mesh_without_groups",
     "min_cut_rematerialization_partition",
+    "order_collectives_of_subgraphs",
     "outside_of_tracing",
     "patch_dynamo_config",
     "register_process_group",
