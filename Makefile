@@ -7,7 +7,8 @@
 #   make zoo      the zoo of architectures on every layout, and on fsdp2 x tp2 with three seeds and padding too; hours
 #                 long, writes ZOO.md; results that are there already stay (ZOO=llama,qwen3_moe and LAYOUT=fsdp4,tp2
 #                 narrow it, SEEDS="--seeds 0,1,2 --padding" runs a layout so, ANEW=1 runs them again)
-#   make proof    the proof along tp on every architecture with a tp_plan, and on damaged graphs, which writes PROOF.md
+#   make proof    the proof on every architecture with a tp_plan, tp=2 and tp=4, sdpa and eager, and on damaged graphs with
+#                 data axes and experts over ep, which writes PROOF.md; hours long, and can be stopped and continued
 #   make derive   derived plans for every architecture without a tp_plan, run on two ranks, which writes DERIVED.md; ten
 #                 minutes (TYPES=gpt2,opt runs these again, DAMAGE=1 proves damaged graphs of them anew)
 #   make lint     ruff and mypy only
@@ -45,8 +46,10 @@ zoo: toolchain $(VENV)/.installed
 	$(SWEEP) --types "$(ZOO)" --layouts "$(LAYOUT)" $(SEEDS) $(if $(ANEW),--anew)
 	$(if $(LAYOUT)$(SEEDS),,$(SWEEP) --types "$(ZOO)" --layouts fsdp2_tp2 --seeds 0,1,2 --padding $(if $(ANEW),--anew))
 
+PROOF := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/proof_table.py
 proof: toolchain $(VENV)/.installed
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/proof_table.py
+	$(PROOF) --tp 2,4 --attention sdpa,eager
+	$(PROOF) --tp 2 --layouts dp2_fsdp2,fsdp4_ep4 --damage
 
 derive: toolchain $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/derived_table.py --anew \

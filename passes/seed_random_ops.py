@@ -49,8 +49,7 @@ def seed_random_ops(graph: fx.Graph, context: PassContext) -> None:
             seed = _seed(graph, node, varying, context)
             _replace(graph, node, attention_op, (query, key, value, mask, p, causal, scale, seed, salt))
         elif is_opaque(node):
-            node.update_arg(0, _seed(graph, node, varying, context))
-            node.update_arg(1, salt)
+            _replace(graph, node, node.target, (_seed(graph, node, varying, context), salt, *node.args[2:]))
         elif tp is not None and _is_random(node):
             raise VerifyError(
                 f"{node.target} in {node.meta.get('custom', {}).get('module', '')!r} is random, and whether the ranks "

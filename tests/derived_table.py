@@ -77,7 +77,7 @@ def damage(line: dict[str, Any], before: dict[str, Any], anew: bool) -> dict[str
         return {key: before[key] for key in ("damaged", "survivors") if same and key in before}
     if "plan" not in line:
         return {}
-    verdict = proof_table.judge(line["model_type"], 2, line["plan"])
+    verdict = proof_table.judge(line["model_type"], 2, plan=line["plan"])
     return {"damaged": verdict.damaged, "survivors": verdict.survivors}
 
 

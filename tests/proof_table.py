@@ -76,10 +76,11 @@ def judge(
 ) -> Verdict:
     """Prove a type behind every pass, and what is left of it when a node is damaged. plan: overrides of its tp_plan."""
     verdict = Verdict(model_type, tp, attention, layout, "proven")
+    changes = {} if attention == "sdpa" else {"attn_implementation": attention}  # some types take eager by themselves
     clock = _Clock(verdict.seconds)
     try:
         with clock("capture"):
-            captured, context = proof_zoo.captured(model_type, tp, plan, LAYOUTS[layout], attn_implementation=attention)
+            captured, context = proof_zoo.captured(model_type, tp, plan, LAYOUTS[layout], **changes)
         with clock("second capture"):
             twins = twins_of(captured.module.graph, context)
         with clock("passes"):

@@ -20,6 +20,12 @@ def test_every_damaged_boundary_is_refused(model_type):
     assert verdict.damaged > 20
 
 
+def test_every_damage_to_an_exchange_of_tokens_and_to_gradients_over_data_axes_is_refused():
+    verdict = proof_table.judge("qwen3_moe", tp=2, layout="fsdp4_ep4")
+    assert (verdict.result, verdict.message, verdict.survivors) == ("proven", "", [])
+    assert verdict.damaged > 150
+
+
 def test_types_that_the_proof_cannot_know_are_refused_before():
     verdict = proof_table.judge("inkling2_text", tp=2)
     assert verdict.result == "refused before"

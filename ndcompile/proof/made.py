@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ndcompile.chunked_loss import vocabulary_loss
+from ndcompile.opaque import is_opaque
 from ndcompile.proof.problem import Problem
 from ndcompile.proof.use import tensor_of
 from ndcompile.random_ops import attention_op, dropout_op
@@ -45,7 +46,9 @@ def run_marked(run: Callable[[fx.Graph, Any], None], graph: fx.Graph, context: A
 
 def may_make(node: fx.Node) -> bool:
     """Whether a pass made the node, and may."""
-    return node.op == "placeholder" or node.target in MADE_BY.get(node.meta.get("made_by", ""), ())
+    made_by = node.meta.get("made_by", "")
+    seeded = is_opaque(node) and made_by == "seed_random_ops"
+    return node.op == "placeholder" or seeded or node.target in MADE_BY.get(made_by, ())
 
 
 def unknown_nodes(graph: fx.Graph, captured: Collection[fx.Node]) -> list[Problem]:
