@@ -105,7 +105,8 @@ def start(args: argparse.Namespace, layers: int) -> dict[str, Any]:
         torch.cuda.set_device(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.fsdp * args.tp)
     model = build(args, layers)
-    ids = torch.randint(0, VOCABULARY[args.widths], (args.batch, args.sequence), device=args.device)
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY[args.widths], (args.batch, args.sequence)).to(args.device)
     parameters = list(model.parameters())
 
     def step() -> float:
