@@ -149,7 +149,8 @@ def test_a_model_of_which_nothing_can_be_derived_is_refused_with_the_reasons():
 
 def test_a_module_that_is_one_opaque_node_stays_whole():
     rules = ndcompile.derive_tp_plan(zoo.on_meta("reformer"), 2)
-    assert rules and not any(".encoder" in name for name in rules)
+    assert rules
+    assert not any(".encoder" in name for name in rules)
 
 
 def test_a_state_space_is_cut_by_its_channels():
