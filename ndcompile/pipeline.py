@@ -91,13 +91,13 @@ def run_passes(
         if run.__name__ not in disabled:
             run_marked(run, graph, context)
             facts += FACTS.get(run.__name__, ())
-            verify(graph, context, facts)
             _publish(run.__name__, graph, groups)
             if observe:
                 observe(run.__name__, captured.module)
         proven = proven or run is PROVEN_FROM
         if proven:
-            prover.check(graph, after=run.__name__)
+            prover.check(graph, after=run.__name__)  # first: it names the node where a fault begins
+        verify(graph, context, facts)
     verify(graph, context)
     captured.module.recompile()
     return prover.proof

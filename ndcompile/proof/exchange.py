@@ -128,7 +128,7 @@ def _joined(node: fx.Node, operands: list[fx.Node], found: dict[fx.Node, Tokens]
     expert = any(found[o] == EXPERT for o in operands)
     of_tokens = {found[o] for o in operands} - {ANY, EXPERT}
     if len(of_tokens) > 1:
-        of_tokens = _alike([o for o in operands if found[o] in of_tokens], found)
+        of_tokens = _alike([o for o in operands if found[o] in of_tokens], found, group & {"tp"})
     if len(of_tokens) > 1:
         if not any(_floating(o) for o in operands):  # numbers of rows to send and to receive
             return ANY
@@ -143,12 +143,12 @@ def _joined(node: fx.Node, operands: list[fx.Node], found: dict[fx.Node, Tokens]
     return tokens
 
 
-def _alike(operands: list[fx.Node], found: dict[fx.Node, Tokens]) -> set[Tokens]:
-    """What several operands are together. The tokens of a shared batch are on all tp ranks, so what has no gradient is
-    gathered along tp without I -> R; and masks and indices of gathered tokens meet summands."""
+def _alike(operands: list[fx.Node], found: dict[fx.Node, Tokens], shared: frozenset[str]) -> set[Tokens]:
+    """What several operands are together. The tokens of a batch that ranks share (over tp, if there is tp) are on all of
+    them, so what has no gradient is gathered without I -> R; and masks and indices of gathered tokens meet summands."""
     given = {found[o] for o in operands}
     spread = {
-        tokens.axes if o.meta["differentiable"] or tokens == AWAY else tokens.axes | {"tp"}
+        tokens.axes if o.meta["differentiable"] or tokens == AWAY else tokens.axes | shared
         for o in operands
         for tokens in [found[o]]
     }
