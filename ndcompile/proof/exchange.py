@@ -144,8 +144,11 @@ def _joined(node: fx.Node, operands: list[fx.Node], found: dict[fx.Node, Tokens]
 
 
 def _alike(operands: list[fx.Node], found: dict[fx.Node, Tokens], shared: frozenset[str]) -> set[Tokens]:
-    """What several operands are together. The tokens of a batch that ranks share (over tp, if there is tp) are on all of
-    them, so what has no gradient is gathered without I -> R; and masks and indices of gathered tokens meet summands."""
+    """What several operands are together.
+
+    The tokens of a batch that ranks share (over tp, if there is tp) are on all of them, so what has no gradient is
+    gathered without I -> R; and masks and indices of gathered tokens meet summands.
+    """
     given = {found[o] for o in operands}
     spread = {
         tokens.axes if o.meta["differentiable"] or tokens == AWAY else tokens.axes | shared
