@@ -19,6 +19,7 @@ from workers import EXACT_LIMIT, Comparison, gradient_errors
 
 import ndcompile
 from ndcompile import errors
+from ndcompile.compiler import compiled_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,11 +54,15 @@ class ZooCase:
 
 @dataclass
 class Measured:
-    """What one rank found. sharded: share of the parameters that tp shards. seconds: of capture, passes, lowering."""
+    """What one rank found. sharded: share of the parameters that tp shards. seconds: of capture, passes, lowering.
+
+    opaque: what is said of modules that run as one node.
+    """
 
     comparison: Comparison
     sharded: float
     seconds: dict[str, float]
+    opaque: list[str]
 
 
 @dataclass
@@ -73,6 +78,7 @@ class Result:
     message: str = ""
     repaired: str = ""
     traceback: str = ""
+    opaque: str = ""
     sharded: float | None = None
     capture_seconds: float | None = None
     lowering_seconds: float | None = None
@@ -97,9 +103,10 @@ def measure(case: ZooCase, checkpoint: str) -> Measured:
     batches = [[zoo.batch(case.rows, rank, seed, case.padding) for rank in range(world)] for seed in case.seeds]
     loss = max(step_losses(model, reference, of_ranks) for of_ranks in batches)
     gradients = gradient_errors(model, {name: p.grad for name, p in reference.named_parameters()})
-    signatures = model.forward.signatures.values()
+    signatures = compiled_model(model).signatures.values()
     (program,) = (program for signature in signatures for program in signature.programs)
-    return Measured(Comparison(loss, gradients), sharded_share(model.sharding_plan), program.seconds)
+    opaque = compiled_model(model).shadow.opaque.notes()
+    return Measured(Comparison(loss, gradients), sharded_share(model.sharding_plan), program.seconds, opaque)
 
 
 def sharded_share(plan: ndcompile.ShardingPlan) -> float:
@@ -125,7 +132,7 @@ def run_case(pool: Pool, case: ZooCase, folder: Path, timeout: float) -> Result:
     try:
         checkpoint = _checkpoint(case.model_type, folder)
         errors, first = _worst(pool, case, checkpoint, timeout)
-        result.sharded, seconds = first.sharded, first.seconds
+        result.sharded, result.opaque, seconds = first.sharded, " ".join(first.opaque), first.seconds
         result.capture_seconds = round(seconds["capture"] + seconds["passes"], 2)
         result.lowering_seconds = round(seconds["lowering"], 2)
         result.worst, result.error = max(errors.items(), key=lambda item: _rank_of(item[1]))

@@ -45,6 +45,7 @@ def write_table(results: list[dict[str, Any]]) -> None:
         "## Counts\n\n" + _counts(lines, native),
         "## What does not pass\n\n" + _failures(lines, native),
         "## Plans that shard next to nothing\n\n" + _apart(lines),
+        "## Modules that run as one opaque node\n\n" + _opaque(lines),
         "## All types\n\n" + _types(lines, native),
     ]
     OUTPUT.write_text("\n".join(sections))
@@ -96,6 +97,12 @@ def _apart(lines: Lines) -> str:
         if layout == "fsdp2_tp2" and _shards_nothing(line)
     ]
     return "Share of the parameters that tp shards, on fsdp2_tp2.\n\n" + _table(["type", "sharded", "result"], rows)
+
+
+def _opaque(lines: Lines) -> str:
+    rows = [[t, line["opaque"]] for t in zoo.types() if "opaque" in (line := lines.get((t, "fsdp4"), {}))]
+    note = "Their code branches on values of tensors, so that it is no graph; inside they run without a compiler.\n\n"
+    return note + _table(["type", "on fsdp4"], rows)
 
 
 def _types(lines: Lines, native: dict[str, dict[str, Any]]) -> str:
