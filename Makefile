@@ -49,7 +49,7 @@ zoo: toolchain $(VENV)/.installed
 PROOF := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/proof_table.py
 proof: toolchain $(VENV)/.installed
 	$(PROOF) --tp 2,4 --attention sdpa,eager
-	$(PROOF) --tp 2 --layouts dp2_fsdp2,fsdp4_ep4 --damage
+	$(PROOF) --tp 2 --layouts dp2_fsdp2,fsdp4_ep4,fsdp2_ep2 --damage
 
 derive: toolchain $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/derived_table.py --anew \

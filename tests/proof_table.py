@@ -39,8 +39,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp alone": {},
     "dp2_fsdp2": {"dp_replicate": 2, "fsdp": 2},
     "fsdp4_ep4": {"fsdp": 4, "ep": 4},
+    "fsdp2_ep2": {"fsdp": 2, "ep": 2},
 }
-"""Axes beside tp. fsdp4_ep4 with tp=2 is ep_rest=2 x efsdp=2; it is of types with an ep_plan."""
+"""Axes beside tp. With tp=2, fsdp4_ep4 is ep_rest=2 x efsdp=2, and in fsdp2_ep2 the tp ranks are the group that shares
+experts. Layouts with ep are of types with an ep_plan."""
 
 
 @dataclass

@@ -26,6 +26,11 @@ def test_every_damage_to_an_exchange_of_tokens_and_to_gradients_over_data_axes_i
     assert verdict.damaged > 150
 
 
+def test_indices_without_a_gradient_meet_experts_on_all_tp_ranks():
+    verdict = proof_table.judge("gpt_oss", tp=2, layout="fsdp2_ep2")  # it has a bias an expert, read by index
+    assert (verdict.result, verdict.message, verdict.survivors) == ("proven", "", [])
+
+
 def test_types_that_the_proof_cannot_know_are_refused_before():
     verdict = proof_table.judge("inkling2_text", tp=2)
     assert verdict.result == "refused before"

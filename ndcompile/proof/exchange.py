@@ -134,6 +134,9 @@ def _joined(node: fx.Node, operands: list[fx.Node], found: dict[fx.Node, Tokens]
             return ANY
         raise NotProven(f"it takes values for one another's that are {_spell(of_tokens)}", REPAIR)
     tokens = of_tokens.pop() if of_tokens else EXPERT if expert else ANY
+    indices = not any(o.meta["differentiable"] for o in operands if found[o] == HOME)
+    if expert and tokens == HOME and indices and group == {"tp"}:
+        tokens = Tokens("gathered", group)  # what has no gradient is on all tp ranks without I -> R
     if expert and tokens in (HOME, PART):
         raise NotProven("this rank's experts compute tokens that were not sent to them", REPAIR)
     if expert and tokens.kind == "gathered":
