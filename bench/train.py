@@ -7,12 +7,14 @@ A case is SYSTEM:LAYOUT. Systems:
     hf-eager        transformers' DistributedConfig
     hf-compile      the same with torch.compile(model)
     fsdp2-compile   fully_shard per layer, every layer compiled (fsdp only)
+    single          transformers in eager mode, the whole batch on one GPU (fsdp=1): the losses to compare with
 LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama has Llama-3-8B widths, --model moe
 those of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds
 of the first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW),
 tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token
 does not meet), peak memory in GB, the loss; with --profile the time of communication, and the part of it that no other
-kernel hides.
+kernel hides; with --losses the mean loss of all ranks at every step. All layouts see the same batches. With
+--accumulate a step is so many micro-batches, of which ndcompile reduces the sum of gradients (--reduce-every: each).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -101,9 +104,13 @@ def build_transformers(folder: str, sizes: dict[str, int], exchange: str, compil
     return torch.compile(model) if compiled else model
 
 
-def build_fsdp2(folder: str) -> Any:
+def build_single(folder: str) -> Any:
     device = {"": torch.cuda.current_device()}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
+
+
+def build_fsdp2(folder: str) -> Any:
+    model = build_single(folder)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for layer in model.model.layers:
         layer.compile()
@@ -112,30 +119,40 @@ def build_fsdp2(folder: str) -> Any:
     return model
 
 
-def make_step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, result: dict) -> Callable[[], Any]:
-    """A training step; an optimizer that raises is noted and left out, which flatters that case."""
-    labels = ids.clone()
+def make_step(
+    args: argparse.Namespace, model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, result: dict
+) -> Callable[[], torch.Tensor]:
+    """A training step; an optimizer that raises is noted and left out, which flatters that case.
+
+    ids: tokens of this rank, (sequences, length).
+    """
+    batches = [(part, part.clone()) for part in ids.chunk(args.accumulate)]
 
     def step() -> torch.Tensor:
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
+        losses = []
+        for number, (batch, labels) in enumerate(batches, start=1):
+            held = number < len(batches) and not args.reduce_every
+            with ndcompile.no_sync(model) if held else nullcontext():
+                loss = model(input_ids=batch, labels=labels, use_cache=False).loss / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
         if "optimizer_error" not in result:
             try:
                 optimizer.step()
             except RuntimeError as error:
                 result["optimizer_error"] = str(error)[:120]
         optimizer.zero_grad()
-        return loss
+        return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]).sum()
 
     return step
 
 
-def measure(step: Callable[[], Any], steps: int) -> list[float]:
+def measure(step: Callable[[], torch.Tensor], steps: int, losses: list[torch.Tensor]) -> list[float]:
     times = []
     for _ in range(steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        losses.append(step())
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return times
@@ -148,8 +165,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     if system == "ndcompile":
         model = build_ndcompile(args, sizes)
-    elif system == "fsdp2-compile":
-        model = build_fsdp2(args.checkpoint)
+    elif system in ("fsdp2-compile", "single"):
+        model = build_fsdp2(args.checkpoint) if system == "fsdp2-compile" else build_single(args.checkpoint)
     else:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
@@ -165,24 +182,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "batch": args.batch,
         "load_s": round(time.perf_counter() - start, 2),
     }
+    if args.accumulate > 1:
+        result |= {"accumulate": args.accumulate, "reduce_every": args.reduce_every}
     data_ranks = sizes.get("fsdp", 1)
-    generator = torch.Generator().manual_seed(dist.get_rank() // (dist.get_world_size() // data_ranks))
     vocabulary = config(args.model, args.layers).vocab_size
-    ids = torch.randint(0, vocabulary, (args.batch // data_ranks, args.sequence), generator=generator).cuda()
-    step = make_step(model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), ids, result)
+    tokens = torch.randint(0, vocabulary, (args.batch, args.sequence), generator=torch.Generator().manual_seed(0))
+    ids = tokens.chunk(data_ranks)[dist.get_rank() // (dist.get_world_size() // data_ranks)].cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = make_step(args, model, optimizer, ids, result)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    result["first_loss"] = round(value(step()), 4)
+    losses = [step()]
+    result["first_loss"] = round(losses[0].item(), 4)
     result["first_s"] = round(time.perf_counter() - start, 2)
     if system == "ndcompile":
         result["compile_s"] = compile_seconds(model)
-    measure(step, 2)
-    times = measure(step, args.steps)
+    measure(step, 2, losses)
+    times = measure(step, args.steps, losses)
     if args.profile and dist.get_rank() == 0:
         result |= profile(step, args.profile)
     elif args.profile:
         step()
     loss = step()
+    if args.losses:
+        means = torch.stack(losses)
+        dist.all_reduce(means, dist.ReduceOp.AVG)
+        result["losses"] = [round(each, 4) for each in means.tolist()]
     return result | figures(args, times, loss, active_parameters(args, model))
 
 
@@ -200,7 +225,7 @@ def active_parameters(args: argparse.Namespace, model: Any) -> float:
     return sum(sizes.values()) - settings.vocab_size * settings.hidden_size
 
 
-def figures(args: argparse.Namespace, times: list[float], loss: Any, active: float) -> dict[str, Any]:
+def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, active: float) -> dict[str, Any]:
     median = statistics.median(times)
     tokens, world = args.batch * args.sequence, dist.get_world_size()
     flops = (6 * active + 12 * args.layers * 4096 * args.sequence) * tokens  # both models: 32 heads of 128
@@ -210,15 +235,11 @@ def figures(args: argparse.Namespace, times: list[float], loss: Any, active: flo
         "tokens_s_gpu": round(tokens / median / world),
         "mfu": round(flops / median / world / PEAK_FLOPS, 3),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-        "loss": round(value(loss), 4),
+        "loss": round(loss.item(), 4),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def value(loss: torch.Tensor) -> float:
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
 
 def profile(step: Callable[[], Any], path: str) -> dict[str, float]:
@@ -272,6 +293,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences over all ranks")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--reduce-every", action="store_true", help="reduce the gradients of every micro-batch")
+    parser.add_argument("--losses", action="store_true", help="write the mean loss of every step")
     parser.add_argument("--profile", help="file for a table of kernels; adds communication times to the line")
     parser.add_argument("--out", help="file to append the line to")
     args = parser.parse_args()

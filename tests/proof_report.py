@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import proof_zoo
-import torch
 import transformers
 
 TABLE = Path(__file__).parents[1] / "PROOF.md"
@@ -39,7 +38,7 @@ def numeric_results() -> dict[str, str]:
 def write_table(verdicts: Sequence[Any]) -> None:
     """PROOF.md of the verdicts, one a cell."""
     numeric = numeric_results()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": " and ".join(sorted({v.torch for v in verdicts})), "transformers": transformers.__version__}
     sections = [INTRODUCTION.format(**versions), _counts(verdicts, numeric), _damages(verdicts), _cost(verdicts)]
     TABLE.write_text("\n".join([*sections, _types(verdicts, numeric)]) + "\n")
 

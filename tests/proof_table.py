@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import proof_zoo
+import torch
 import transformers
 import zoo
 from proof_damage import damages
@@ -59,6 +60,7 @@ class Verdict:
     result: str
     message: str = ""
     summary: str = ""
+    torch: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     damaged: int = 0
     survivors: list[str] = field(default_factory=list)
@@ -75,14 +77,18 @@ def judge(
     layout: str = "tp alone",
     damage: bool = True,
     plan: dict[str, str] | None = None,
+    repair: bool = True,
 ) -> Verdict:
-    """Prove a type behind every pass, and what is left of it when a node is damaged. plan: overrides of its tp_plan."""
-    verdict = Verdict(model_type, tp, attention, layout, "proven")
+    """Prove a type behind every pass, and what is left of it when a node is damaged.
+
+    plan: overrides of its tp_plan. repair: as `ndcompile.compile` repairs fused projections.
+    """
+    verdict = Verdict(model_type, tp, attention, layout, "proven", torch=torch.__version__)
     changes = {} if attention == "sdpa" else {"attn_implementation": attention}  # some types take eager by themselves
     clock = _Clock(verdict.seconds)
     try:
         with clock("capture"):
-            captured, context = proof_zoo.captured(model_type, tp, plan, LAYOUTS[layout], **changes)
+            captured, context = proof_zoo.captured(model_type, tp, plan, LAYOUTS[layout], repair=repair, **changes)
         with clock("second capture"):
             twins = twins_of(captured.module.graph, context)
         with clock("passes"):
@@ -97,7 +103,8 @@ def judge(
     except ValueError as error:  # transformers has no such attention for this type
         verdict.result, verdict.message = "no such attention", str(error).splitlines()[0]
         return verdict
-    verdict.summary = proof.summary() if proof is not None else ""
+    repairs = [f"{each.rule} repaired: {each.style}; " for each in context.plan.repairs]
+    verdict.summary = "".join(repairs) + (proof.summary() if proof is not None else "")
     if damage:
         graph = captured.module.graph
         known = frozenset(graph.nodes)

@@ -15,10 +15,10 @@ from transformers.distributed import DistributedConfig
 from ndcompile.call import bind
 from ndcompile.capture import Captured, capture
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
+from ndcompile.packed_repair import repaired_plan
 from ndcompile.pass_context import PassContext
-from ndcompile.shadow import Shadow, copy_without_weights
+from ndcompile.shadow import Shadow
 from ndcompile.sharded_dims import unsharded
-from ndcompile.sharding_plan import build_plan
 
 
 def held_out(model_type: str) -> bool:
@@ -36,17 +36,18 @@ def captured(
     plan: dict[str, str] | None = None,
     sizes: dict[str, int] | None = None,
     call: dict[str, Any] | None = None,
+    repair: bool = True,
     **changes: Any,
 ) -> tuple[Captured, PassContext]:
     """A training step's forward on a mesh of `tp` ranks, before all passes, and what the passes know.
 
-    plan: overrides of the tp_plan. sizes: of other axes than tp. call: more arguments. Raises PlanError and
-    CaptureError as `ndcompile.compile` does.
+    plan: overrides of the tp_plan. sizes: of other axes than tp. call: more arguments. repair: of fused projections.
+    Raises PlanError and CaptureError as `ndcompile.compile` does.
     """
     model = zoo.on_meta(model_type, **changes)
     config = DistributedConfig(tp_plan=plan) if plan else DistributedConfig()
     sizes = {"dp_replicate": 1, "fsdp": 1, "ep": 1} | (sizes or {}) | {"tp": tp}
-    layout = build_plan(copy_without_weights(model), sizes, config)
+    layout = repaired_plan(model, sizes, config, verify="error" if repair else "off")
     mesh = mesh_of_sizes(layout.sizes)
     ids = torch.empty(2, zoo.SEQUENCE, dtype=torch.int64)
     arguments = {"input_ids": ids, "labels": ids.clone()} | (call or {})
