@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,14 +29,40 @@ def unsharded(plan: ShardingPlan, mesh: StorageMesh) -> tuple[ShardingPlan, Stor
     return dataclasses.replace(plan, parameters=parameters), dataclasses.replace(mesh, axes=axes)
 
 
-def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node], fx.Node | None]:
-    """Every node of the rank's graph with its node of the global one, up to the first that differs by more than shapes.
+def side_by_side(
+    local: Iterable[fx.Node], whole: Iterable[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node] | tuple[fx.Node, None]]:
+    """Every node of the rank's graph with its node of the global one, up to the first that differs by more than shapes,
+    which comes with None.
 
-    Returns the pairs, and this first node of the rank's graph, if there is one.
+    `x.contiguous()` is a node only where strides ask for one, and a dim of which a rank has one element (a head) asks
+    for none: such a node is passed over in the global graph, and in the rank's is paired with the node of its operand.
     """
+    others = iter(whole)
+    twin = next(others, None)
+    found: dict[fx.Node, fx.Node] = {}
+    for own in local:
+        while twin is not None and not _same_code(own, twin) and twin.target is aten.contiguous.default:
+            twin = next(others, None)
+        if twin is not None and _same_code(own, twin):
+            found[own], twin = twin, next(others, None)
+        elif own.target is aten.contiguous.default and own.all_input_nodes[0] in found:
+            found[own] = found[own.all_input_nodes[0]]
+        else:
+            yield own, None
+            return
+        yield own, found[own]
+
+
+def _same_code(own: fx.Node, twin: fx.Node) -> bool:
+    return (own.op, own.target) == (twin.op, twin.target)
+
+
+def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node], fx.Node | None]:
+    """See `side_by_side`. Returns the pairs, and the first node of the rank's graph that has none, if there is one."""
     pairs: dict[fx.Node, fx.Node] = {}
-    for own, twin in zip(local.nodes, whole.nodes, strict=False):
-        if (own.op, own.target) != (twin.op, twin.target):
+    for own, twin in side_by_side(local.nodes, whole.nodes):
+        if twin is None:
             return pairs, own
         pairs[own] = twin
     return pairs, None

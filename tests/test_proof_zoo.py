@@ -31,6 +31,11 @@ def test_indices_without_a_gradient_meet_experts_on_all_tp_ranks():
     assert (verdict.result, verdict.message, verdict.survivors) == ("proven", "", [])
 
 
+def test_one_head_a_rank_asks_for_fewer_contiguous_copies_and_is_proven():
+    verdict = proof_table.judge("deepseek_v2", tp=4, damage=False)
+    assert (verdict.result, verdict.message) == ("proven", "")
+
+
 def test_types_that_the_proof_cannot_know_are_refused_before():
     verdict = proof_table.judge("inkling2_text", tp=2, repair=False)
     assert verdict.result == "refused before"

@@ -28,6 +28,7 @@ from ndcompile.proof.problem import Problem, exchanged, module_of
 from ndcompile.proof.rules import RULES, Row, otherwise
 from ndcompile.proof.use import Twins, Use, cut_dim, tensor_of
 from ndcompile.redistribute import average_gradient, divide_gradient, redistribute, unshard
+from ndcompile.sharded_dims import side_by_side
 from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import StridedShard
 from ndcompile.type_inference import moves_over, written_memory
@@ -76,17 +77,11 @@ def pair_around(local: fx.Graph, whole: fx.Graph, plan: ShardingPlan) -> dict[fx
 
     The exchange of tokens between experts is another program without tp, and is left out.
     """
-    pairs = zip(
+    pairs = side_by_side(
         (node for node in local.nodes if not exchanged(node, plan)),
         (node for node in whole.nodes if not exchanged(node, plan)),
-        strict=False,
     )
-    found = {}
-    for own_node, twin in pairs:
-        if (own_node.op, own_node.target) != (twin.op, twin.target):
-            break
-        found[own_node] = twin
-    return found
+    return {own: twin for own, twin in pairs if twin is not None}
 
 
 def prove(graph: fx.Graph, twins: Twins, plan: ShardingPlan, tp: str, ranks: int, before: Proof | None = None) -> Proof:
