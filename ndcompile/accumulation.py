@@ -37,7 +37,8 @@ class HeldGradients:
 
     def add(self, name: str, gradient: Tensor) -> None:
         known = self.sums.get(name)
-        self.sums[name] = gradient if known is None else known + gradient
+        # Contiguous, as the graph that adds it was compiled for.
+        self.sums[name] = (gradient if known is None else known + gradient).contiguous()
 
     def drop(self) -> None:
         """Forget the sums; this object is of no use afterwards."""
@@ -134,7 +135,7 @@ class _Holders(torch.autograd.Function):
     def forward(ctx, accumulation: Accumulation, store: ParameterStore, slots: list[Slot], *parameters: Tensor):
         ctx.accumulation, ctx.store, ctx.slots = accumulation, store, slots
         ctx.set_materialize_grads(False)
-        return tuple(torch.zeros((), dtype=s.buffer.dtype, device=s.buffer.device).expand(_shape(s)) for s in slots)
+        return tuple(holder(_shape(s), s.buffer.dtype, s.buffer.device) for s in slots)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None):
@@ -145,6 +146,11 @@ class _Holders(torch.autograd.Function):
                     accumulation.held = HeldGradients(ctx.store)
                 accumulation.held.add(slot.entry.fqn, gradient)
         return None, None, None, *(None for _ in gradients)
+
+
+def holder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A graph's input whose gradient is held: zeros without memory of their own, all strides 0."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _zeros(slot: Slot) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ndcompile.accumulation import HOLD, REDUCED
+from ndcompile.accumulation import HOLD, REDUCED, holder
 from ndcompile.graph_input import HELD, PARAMETER, GraphInput
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import average_gradient, divide_gradient, hold_gradient, unshard
@@ -72,6 +72,8 @@ def _held_input(graph: fx.Graph, parameter: fx.Node, context: PassContext) -> fx
     learns = context.gradients == HOLD
     with graph.inserting_after(parameter):
         node = graph.placeholder(f"held_{parameter.name}")
-    fake = context.fake(tuple(entry.compute_shape), context.stored_dtypes[entry.fqn], learns)
+    shape, dtype = tuple(entry.compute_shape), context.stored_dtypes[entry.fqn]
+    with context.fake_mode:  # strides too are those of the call: inductor asserts them
+        fake = holder(shape, dtype, context.mesh.device).requires_grad_(True) if learns else context.fake(shape, dtype)
     node.meta.update(input=GraphInput(HELD, entry.fqn), val=fake, differentiable=learns)
     return node

@@ -10,6 +10,8 @@ from matrix import sampled_rows
 from workers import FSDP2_TP2, REPLICATE2_FSDP2
 
 import ndcompile
+from ndcompile.compiler import compiled_model
+from ndcompile.graph_input import HELD
 
 ONE = {"num_hidden_layers": 1}
 FSDP2_EP2 = (("fsdp", 2), ("ep", 2))
@@ -78,7 +80,7 @@ def _collectives_of_backward(path):
     with model.no_sync():
         loss(0).backward()
     loss(1).backward()
-    signatures = ndcompile.compiler.compiled_model(model).signatures.values()
+    signatures = compiled_model(model).signatures.values()
     return [dict(s.programs[0].graphs.collective_counts()["backward"]) for s in signatures]
 
 
@@ -94,12 +96,42 @@ def _precisions(path):
     model, loss = _losses("llama", (("fsdp", 4),), path, distributed_config=config)
     with ndcompile.no_sync(model):
         loss(0).backward()
-    held = ndcompile.compiler.compiled_model(model).accumulation.held.sums
+    held = compiled_model(model).accumulation.held.sums
     return {gradient.dtype for gradient in held.values()}
 
 
 def test_gradients_are_held_in_the_dtype_that_parameters_are_stored_in(ranks, checkpoint):
     assert ranks(_precisions, checkpoint("llama", **ONE)) == [{torch.float32}] * 4
+
+
+def _strides(path):
+    """Of all inputs of kind HELD: what each graph was compiled for, and what it is given."""
+    model, loss = _losses("llama", (("fsdp", 4),), path)
+    compiled, found = compiled_model(model), []
+
+    def compare():
+        programs = [program for signature in compiled.signatures.values() for program in signature.programs]
+        program = programs[-1]
+        given = compiled.accumulation.inputs(program.inputs, compiled.store)
+        placeholders = zip(program.inputs, program.captured.placeholders, strict=True)
+        fakes = {spec.name: node.meta["val"] for spec, node in placeholders if spec.kind == HELD}
+        found.extend((fakes[name].stride(), given[name].stride()) for name in given)
+
+    with ndcompile.no_sync(model):
+        last = loss(0)
+        compare()
+        last.backward()
+    last = loss(1)
+    compare()
+    last.backward()
+    return found
+
+
+def test_held_inputs_have_the_strides_that_the_graphs_were_compiled_for(ranks, checkpoint):
+    """Inductor of torch 2.11 asserts them, that of 2.13 relies on them."""
+    for found in ranks(_strides, checkpoint("llama", **ONE)):
+        assert {traced for traced, _ in found} >= {(0, 0), (64, 1)}
+        assert all(traced == given for traced, given in found)
 
 
 def _mistakes(path):
