@@ -99,7 +99,7 @@ def start(args: argparse.Namespace, layers: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ndcompile.compiler import compiled_model
+    from ndcompile.model_calls import compiled_model
 
     if args.device == "cuda":
         torch.cuda.set_device(0)

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from transformers.distributed import DistributedConfig
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 PEAK_FLOPS = 989e12  # H100 and H200, dense bf16
 

@@ -1,21 +1,6 @@
 """ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
 
-from ndcompile.compiler import (
-    check_every_input,
-    compile,
-    data_rank,
-    data_world_size,
-    drop_held_gradients,
-    dropped_tokens,
-    init_weights,
-    load,
-    local_parameters,
-    lower_only,
-    no_sync,
-    prepare,
-    save_pretrained,
-    set_agreement_timeout,
-)
+from ndcompile.compiler import compile, prepare
 from ndcompile.derive import derive_tp_plan
 from ndcompile.errors import (
     AgreementError,
@@ -30,6 +15,20 @@ from ndcompile.errors import (
 from ndcompile.inspection.api import Plan, load_plan, plan
 from ndcompile.loader import CheckpointError
 from ndcompile.mesh import init_mesh
+from ndcompile.model_calls import (
+    check_every_input,
+    data_rank,
+    data_world_size,
+    drop_held_gradients,
+    dropped_tokens,
+    init_weights,
+    load,
+    local_parameters,
+    lower_only,
+    no_sync,
+    save_pretrained,
+    set_agreement_timeout,
+)
 from ndcompile.planning import read_plan
 
 __all__ = [

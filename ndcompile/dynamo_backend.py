@@ -125,7 +125,7 @@ class Prepared:
         first = key not in compiled.signatures
         if first:
             seed = agreement.capture_begins(lines, {}, torch.initial_seed())
-            compiled.seed = seed if compiled.seed is None else compiled.seed
+            compiled.seeds.agree(seed)
             compiled.signatures[key] = Signature([], [])
         signature = compiled.signatures[key]
         step = f"capture{agreement.captures}"

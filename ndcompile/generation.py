@@ -46,7 +46,7 @@ def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:
     with compiled.agreement.step(step):
         compiled.agreement.same_inputs(f"{step}/prompts", tensors, 0)
         returned = kwargs.get("return_dict_in_generate", config.return_dict_in_generate)  # the cache with it
-        kept = nullcontext() if returned or not compiled.cuda_graphs else _kept_cache(compiled)
+        kept = nullcontext() if returned or not compiled.options.cuda_graphs else _kept_cache(compiled)
         with _one_random_stream(compiled, f"{step}/random"), _left_alone(model), kept, compiled.repeating():
             return method(model, *args, **kwargs)
 

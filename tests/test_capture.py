@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ndcompile
-from ndcompile.compiler import compiled_model
 from ndcompile.errors import CaptureError, UnsupportedError
+from ndcompile.model_calls import compiled_model
 
 IDS, LABELS = models.token_ids(2, 8), models.token_ids(2, 8, seed=1)
 LABELS[0, :3] = -100

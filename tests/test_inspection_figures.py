@@ -19,7 +19,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import models, ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 name, shape, names, config = json.loads(sys.argv[1])
 ranks = 1

@@ -8,9 +8,9 @@ import torch
 from transformers.cache_utils import StaticCache
 
 import ndcompile
-from ndcompile.compiler import compiled_model
 from ndcompile.cuda_graphs import fixed_inputs
 from ndcompile.graph_input import ARGUMENT
+from ndcompile.model_calls import compiled_model
 from ndcompile.type_inference import written_arguments, written_memory
 
 ONE = {"num_hidden_layers": 1}

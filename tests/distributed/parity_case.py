@@ -12,7 +12,7 @@ from torch import Tensor
 from workers import Comparison, Layout, error, full, gradient_errors
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 IGNORED = -100
 

@@ -10,8 +10,8 @@ from matrix import sampled_rows
 from workers import FSDP2_TP2, REPLICATE2_FSDP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
 from ndcompile.graph_input import HELD
+from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}
 FSDP2_EP2 = (("fsdp", 2), ("ep", 2))

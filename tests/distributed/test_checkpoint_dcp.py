@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from workers import FSDP2_TP2, FSDP4
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}
 REPLICATE2_TP2 = workers.REPLICATE2_TP2

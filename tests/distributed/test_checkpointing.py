@@ -9,7 +9,7 @@ import workers
 from workers import FSDP2_TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 TWO = {"num_hidden_layers": 2}
 
@@ -35,9 +35,9 @@ def _step(model):
 
 def _both_ways(checkpoint, overrides):
     model = workers.compiled("llama", FSDP2_TP2, checkpoint, TWO | overrides, backend="aot_eager")
-    compiled_model(model).random_steps = 0
+    compiled_model(model).seeds.steps = 0
     off = _step(model)
-    compiled_model(model).random_steps = 0
+    compiled_model(model).seeds.steps = 0
     model.gradient_checkpointing_enable()
     return off, _step(model)
 

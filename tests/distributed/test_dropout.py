@@ -7,7 +7,7 @@ import workers
 from workers import FSDP2_TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}
 RESIDUAL = {"resid_pdrop": 0.1, "attention_dropout": 0.0}
@@ -45,8 +45,8 @@ def _seeds():
     """The seeds that the four ranks feed their graphs: one for invariant values, one for varying ones."""
     model = ndcompile.compile(models.build("phi3", **ONE, **ATTENTION), workers.mesh(FSDP2_TP2), backend="aot_eager")
     compiled = compiled_model(model)
-    compiled.seed = 5
-    return compiled._next_seeds().tolist()
+    compiled.seeds.start = 5
+    return compiled.seeds.next().tolist()
 
 
 def test_ranks_of_a_tp_group_share_one_stream_and_have_one_of_their_own(ranks):

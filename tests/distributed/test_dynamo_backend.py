@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, size
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 # architecture: what is particular about it. gemma2: soft caps and a sliding window; gpt_neox: a fused projection;
 #   mixtral: experts under tp; qwen3_moe: experts that are exchanged

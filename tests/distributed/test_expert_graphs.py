@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from workers import Layout, size
 
 import ndcompile
-from ndcompile.compiler import compiled_model
 from ndcompile.dump import dump
+from ndcompile.model_calls import compiled_model
 from ndcompile.partition import Partitioner
 
 EP4: Layout = (("ep", 4),)

@@ -161,7 +161,7 @@ def test_bf16_autocast_and_evaluation(world, checkpoint):
 def _experts_of(layout, checkpoint):
     """Per expert parameter: (first global expert, values) of this rank."""
     model = workers.compiled("qwen3_moe", layout, checkpoint, ONE)
-    mesh = ndcompile.compiler.compiled_model(model).mesh
+    mesh = ndcompile.model_calls.compiled_model(model).mesh
     return mesh.coordinate("ep"), {
         name: p.to_local().detach() for name, p in model.named_parameters() if ".experts." in name
     }

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 from workers import FSDP2_TP2, TP2, size
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 TWO = {"num_hidden_layers": 2}
 EP2 = (("fsdp", 2),)

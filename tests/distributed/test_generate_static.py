@@ -9,8 +9,8 @@ from transformers.cache_utils import StaticCache
 from workers import FSDP2_TP2, TP2, size
 
 import ndcompile
-from ndcompile.compiler import compiled_model
 from ndcompile.cuda_graphs import fixed_inputs
+from ndcompile.model_calls import compiled_model
 
 TWO = {"num_hidden_layers": 2}
 FSDP2 = (("fsdp", 2),)

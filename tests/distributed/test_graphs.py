@@ -18,8 +18,8 @@ from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, REPLICATE2_TP2, TP2, siz
 import ndcompile
 from ndcompile.call import bind
 from ndcompile.capture import capture
-from ndcompile.compiler import compiled_model
 from ndcompile.dump import dump
+from ndcompile.model_calls import compiled_model
 from ndcompile.pipeline import pass_names, run_passes
 
 GOLDEN_TORCH = "2.13"

@@ -10,8 +10,8 @@ from workers import FSDP2_TP2, FSDP4, TP2
 
 import ndcompile
 from ndcompile.chunked_loss import vocabulary_loss
-from ndcompile.compiler import compiled_model
 from ndcompile.errors import UnsupportedError
+from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}
 LOSS_ONLY = {"loss_only": True}

@@ -9,7 +9,7 @@ import workers
 from workers import FSDP2_TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 from ndcompile.saved_activations import even_rows, nbytes, saved_activations
 
 FSDP2 = (("fsdp", 2),)

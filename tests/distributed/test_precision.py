@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 from workers import FSDP2_TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}
 BF16_LIMIT = 2e-2

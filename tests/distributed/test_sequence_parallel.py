@@ -11,7 +11,7 @@ from parity_case import Case, assert_parity, batch
 from workers import FSDP2_TP2, TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 from ndcompile.redistribute import pair, redistribute
 from ndcompile.type_inference import moves_over
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from workers import FSDP2_TP2, FSDP4, TP2
 
 import ndcompile
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 UNEVEN = {"num_hidden_layers": 1, "vocab_size": 131}
 IDS = models.token_ids(2, 8)

@@ -84,7 +84,7 @@ def _train(checkpoint):
         return model(**_batch(rank, seed)).loss
 
     found = {"accumulate": _accumulate(model, loss), "hooks": _hooks(model, loss), "frozen": _freeze(model, loss)}
-    programs = [s.programs[0] for s in ndcompile.compiler.compiled_model(model).signatures.values()]
+    programs = [s.programs[0] for s in ndcompile.model_calls.compiled_model(model).signatures.values()]
     found["reduce-scatters"] = [p.graphs.collective_counts()["backward"]["reduce_scatter_tensor"] for p in programs]
     with torch.no_grad():
         model.eval()

@@ -11,8 +11,8 @@ from workers import FSDP2_TP2
 
 from ndcompile.call import bind
 from ndcompile.capture import capture
-from ndcompile.compiler import compiled_model
 from ndcompile.errors import VerifyError
+from ndcompile.model_calls import compiled_model
 from ndcompile.pipeline import run_passes
 from ndcompile.redistribute import all_to_all, divide_gradient, redistribute, unshard
 from ndcompile.verifier import verify

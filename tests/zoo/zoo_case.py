@@ -19,7 +19,7 @@ from workers import EXACT_LIMIT, Comparison, gradient_errors
 
 import ndcompile
 from ndcompile import errors
-from ndcompile.compiler import compiled_model
+from ndcompile.model_calls import compiled_model
 
 ROOT = Path(__file__).parents[2]
 

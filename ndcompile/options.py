@@ -1,0 +1,50 @@
+"""How a model is compiled: what `ndcompile.compile` is asked for beside model, mesh, plans and checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ndcompile.byte_sizes import parse_bytes
+from ndcompile.lower import BACKENDS
+from ndcompile.pipeline import check_disabled
+from ndcompile.proof.check import check_mode
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the arguments of `ndcompile.compile` with these names. disabled: passes. memory_budget: bytes."""
+
+    backend: str = "inductor"
+    dynamic: bool | None = None
+    disabled: frozenset[str] = frozenset()
+    expert_capacity: float | None = None
+    loss_only: bool = False
+    verify: str = "error"
+    cuda_graphs: bool = False
+    memory_budget: int | None = None
+
+
+def checked_options(
+    backend: str,
+    *,
+    disable_passes: Collection[str],
+    memory_budget: int | str | None,
+    dynamic: bool | None = None,
+    expert_capacity: float | None = None,
+    loss_only: bool = False,
+    verify: str = "error",
+    cuda_graphs: bool = False,
+) -> Options:
+    """Raises ValueError for what no model can be compiled with."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
+    if cuda_graphs and backend != "inductor":
+        raise ValueError(f'cuda_graphs=True needs backend="inductor", which records them; it is {backend!r}.')
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if budget is not None and backend == "eager":
+        raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
+    check_disabled(disable_passes)
+    check_mode(verify)
+    passes = frozenset(disable_passes)
+    return Options(backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget)
