@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ndcompile.mesh import StorageMesh
 from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.type_inference import written_memory
 
 aten = torch.ops.aten
 
@@ -30,23 +31,25 @@ def unsharded(plan: ShardingPlan, mesh: StorageMesh) -> tuple[ShardingPlan, Stor
 
 
 def side_by_side(
-    local: Iterable[fx.Node], whole: Iterable[fx.Node]
+    local: fx.Graph, whole: fx.Graph, leave_out: Callable[[fx.Node], bool] = lambda node: False
 ) -> Iterator[tuple[fx.Node, fx.Node] | tuple[fx.Node, None]]:
     """Every node of the rank's graph with its node of the global one, up to the first that differs by more than shapes,
     which comes with None.
 
     `x.contiguous()` is a node only where strides ask for one, and a dim of which a rank has one element (a head) asks
     for none: such a node is passed over in the global graph, and in the rank's is paired with the node of its operand.
+    Not so where code writes into one of the two: then a copy is other code.
     """
-    others = iter(whole)
+    others = (node for node in whole.nodes if not leave_out(node))
     twin = next(others, None)
+    written = {*written_memory(local), *written_memory(whole)}
     found: dict[fx.Node, fx.Node] = {}
-    for own in local:
-        while twin is not None and not _same_code(own, twin) and twin.target is aten.contiguous.default:
+    for own in (node for node in local.nodes if not leave_out(node)):
+        while twin is not None and not _same_code(own, twin) and _only_copies(twin, written):
             twin = next(others, None)
         if twin is not None and _same_code(own, twin):
             found[own], twin = twin, next(others, None)
-        elif own.target is aten.contiguous.default and own.all_input_nodes[0] in found:
+        elif _only_copies(own, written) and own.all_input_nodes[0] in found:
             found[own] = found[own.all_input_nodes[0]]
         else:
             yield own, None
@@ -58,10 +61,14 @@ def _same_code(own: fx.Node, twin: fx.Node) -> bool:
     return (own.op, own.target) == (twin.op, twin.target)
 
 
+def _only_copies(node: fx.Node, written: set[fx.Node]) -> bool:
+    return node.target is aten.contiguous.default and not {node, *node.all_input_nodes} & written
+
+
 def pair_nodes(local: fx.Graph, whole: fx.Graph) -> tuple[dict[fx.Node, fx.Node], fx.Node | None]:
     """See `side_by_side`. Returns the pairs, and the first node of the rank's graph that has none, if there is one."""
     pairs: dict[fx.Node, fx.Node] = {}
-    for own, twin in side_by_side(local.nodes, whole.nodes):
+    for own, twin in side_by_side(local, whole):
         if twin is None:
             return pairs, own
         pairs[own] = twin

@@ -20,6 +20,11 @@ RIGHT = {
         "F.conv1d(x, w[:, None, :3], b, groups=x.shape[1])",
         "S(1)",
     ),
+    "one head a rank, which needs no copy": (
+        "x=S(1)",
+        "x.unflatten(1, (-1, 4)).transpose(1, 2).contiguous() + 1",
+        "S(2)",
+    ),
     "heads behind positions": ("x=S(1)", "x.transpose(1, 2)", "S(2)"),
     "attention weights of own heads": ("x=S(1)", "x.softmax(-1)", "S(1)"),
     "the first keys of a cache": ("x=S(1)", "torch.cat([torch.tensor([]), x], 1)", "S(1)"),
@@ -52,6 +57,10 @@ WRONG = {
     "a bias added to a partial sum": ("x=S(2) w=S(1)", "F.linear(x, w) + b"),
     "a bias on every rank, summed": ("x=S(2) w=S(1)", "move(F.linear(x, w, b), 'P', 'I')"),
     "a gradient that nobody sums": ("x=I w=S(0)", "F.linear(x, w)"),
+    "a write into what is a copy without tp": (
+        "x=S(1)",
+        "(lambda h: (h.transpose(1, 2).contiguous().mul_(2), h + 1)[1])(x.unflatten(1, (-1, 4)) * 1)",
+    ),
     "a number added to a partial sum": ("x=S(2)", "move(x.sum(-1) + 1, 'P', 'I')"),
     "softmax of a partial sum": ("x=S(2)", "x.sum(-1).softmax(-1)"),
     "a partial sum clamped": ("x=S(2)", "x.sum(-1).clamp(min=0)"),

@@ -77,10 +77,7 @@ def pair_around(local: fx.Graph, whole: fx.Graph, plan: ShardingPlan) -> dict[fx
 
     The exchange of tokens between experts is another program without tp, and is left out.
     """
-    pairs = side_by_side(
-        (node for node in local.nodes if not exchanged(node, plan)),
-        (node for node in whole.nodes if not exchanged(node, plan)),
-    )
+    pairs = side_by_side(local, whole, leave_out=lambda node: exchanged(node, plan))
     return {own: twin for own, twin in pairs if twin is not None}
 
 
