@@ -1,6 +1,7 @@
 """Static caches in one process: memory that stays, programs, and which of them become CUDA graphs."""
 
 import logging
+from dataclasses import replace
 
 import models
 import pytest
@@ -100,7 +101,8 @@ def test_the_log_says_why_there_is_no_cuda_graph(caplog, reason, device, grad, d
 
 def test_generate_keeps_the_cache_for_its_cuda_graphs(model):
     """The same tensors serve the next prompt, of another length too; a cache that is returned is the caller's."""
-    compiled_model(model).cuda_graphs = True  # on a CPU nothing is recorded
+    compiled = compiled_model(model)
+    compiled.options = replace(compiled.options, cuda_graphs=True)  # on a CPU nothing is recorded
     arguments = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     arguments["cache_implementation"] = "static"
     plain = models.build("llama", **ONE).eval()
@@ -108,7 +110,7 @@ def test_generate_keeps_the_cache_for_its_cuda_graphs(model):
     for length in (12, 8):
         tokens = model.generate(IDS[:, :length], **arguments)
         assert torch.equal(tokens, plain.generate(IDS[:, :length], **arguments))
-        addresses.add(compiled_model(model).kept_cache.cache.layers[0].keys.data_ptr())
+        addresses.add(compiled.kept_cache.cache.layers[0].keys.data_ptr())
     returned = model.generate(IDS, return_dict_in_generate=True, **arguments)
     assert len(addresses) == 1
     assert returned.cache.layers[0].keys.data_ptr() not in addresses
