@@ -31,7 +31,7 @@ from ndcompile.cuda_graphs import Recorded, fixed_inputs
 from ndcompile.errors import AgreementError, RoutingError
 from ndcompile.graph_arguments import GraphArguments, Seeds
 from ndcompile.loss_only import drop_logits, explain_logits
-from ndcompile.lower import lower, no_autocast, no_inference_mode
+from ndcompile.lower import keeping_garbage, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
 from ndcompile.options import Options
 from ndcompile.partition import Partitioner
@@ -184,6 +184,7 @@ class CompiledModel:
         self.seeds.agree(seed)
         return Signature([], [])
 
+    @keeping_garbage()
     def _build(self, call: Call, dynamic: bool, signature: Signature, stage: Callable[[str], None]) -> Program:
         """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
         that one rank may meet a new length by itself."""
@@ -196,6 +197,7 @@ class CompiledModel:
         program.seconds["capture"] = captured_at - started
         return program
 
+    @keeping_garbage()
     def finish(
         self,
         captured: Captured,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -116,6 +117,19 @@ def no_inference_mode() -> ExitStack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
     return stack
+
+
+@contextmanager
+def keeping_garbage() -> Iterator[None]:
+    """Context for compiling, which makes millions of objects that stay: Python's collector looks at them again and
+    again for cycles that are none, a seventh of the time for 24 layers. What it would have freed is freed behind it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def readable(module: fx.GraphModule) -> str:
