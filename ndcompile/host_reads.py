@@ -40,15 +40,17 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ndcompile::wait_for_copy", mutates_args=())
-def wait_for_copy(host: Tensor) -> Tensor:
-    """What `copy_to_host` of the current device copied; the host waits for this copy alone."""
-    if host.is_pinned():
-        _copying(torch.device("cuda", torch.cuda.current_device())).synchronize()
+def wait_for_copy(host: Tensor, x: Tensor) -> Tensor:
+    """`host`, which `copy_to_host` copies from `x`, once it is there; `x` is given so that its memory stays.
+
+    The host waits for the stream of copies, not for what was launched on others."""
+    if x.device.type == "cuda":
+        _copying(x.device).synchronize()
     return host.clone()
 
 
 @wait_for_copy.register_fake
-def _(host: Tensor) -> Tensor:
+def _(host: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(host)
 
 
@@ -79,7 +81,7 @@ def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
     with graph.inserting_before(copy):
         start = graph.call_function(COPY_TO_HOST, (source,))
     with graph.inserting_before(read):
-        wait = graph.call_function(WAIT_FOR_COPY, (start,))
+        wait = graph.call_function(WAIT_FOR_COPY, (start, source))
     start.meta, wait.meta = dict(copy.meta), dict(copy.meta)
     copy.replace_all_uses_with(wait)
     graph.erase_node(copy)

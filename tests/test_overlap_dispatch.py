@@ -207,5 +207,7 @@ def test_on_a_gpu_the_copy_of_the_numbers_is_waited_for_behind_the_rows():
 def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     x = torch.arange(6).reshape(3, 2)
     host = copy_to_host(x)
+    values = wait_for_copy(host, x)
     x.zero_()
-    assert wait_for_copy(host).tolist() == [[0, 1], [2, 3], [4, 5]]
+    host.zero_()
+    assert values.tolist() == [[0, 1], [2, 3], [4, 5]]

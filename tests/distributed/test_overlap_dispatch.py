@@ -18,7 +18,7 @@ from ndcompile.partition import Partitioner
 from ndcompile.routing_checks import CHECKED_SPLITS
 from ndcompile.schedule import Schedule
 
-FSDP2_EP2: workers.Layout = (("fsdp", 2), ("ep", 2))
+FSDP2_EP2: workers.Layout = (("ep", 2), ("fsdp", 2))
 EP2_TP2: workers.Layout = (("ep", 2), ("tp", 2))
 
 MODELS = {
@@ -97,7 +97,7 @@ def test_parity(ranks, checkpoint, name, disabled):
         "disable_passes": disabled,
         "distributed_config": {"ep_implementation": "all_to_all"},
     }
-    case = Case(name, FSDP2_EP2, ragged=True, step=True, overrides=one, options=options)
+    case = Case(name, FSDP2_EP2, padding=True, step=True, overrides=one, options=options)
     assert_parity(ranks, case, checkpoint(name, **one))
 
 
