@@ -65,6 +65,7 @@ class Surroundings:
         self.reductions = {chain.start: chain for chain in gradient_reductions(graph)}
         self.layers = _layers([e for node in self.nodes if (e := _exchange(node))])
         self.walls = [self.at[node] for node in self.nodes if _writes(node)]
+        self.gradients = dependents([node for node in self.nodes if _is_tangent(node)], self.nodes)
 
     def before(self, node: fx.Node, since: fx.Node | None) -> list[fx.Node]:
         """The nodes between `since` (None: the first node) and `node`, from the last that writes on."""
@@ -89,7 +90,7 @@ class Surroundings:
         limit, so is MOST, of products that no reduction in the stretch waits for.
         """
         needed = ancestors([start], stretch)
-        free = [node for node in stretch if node not in needed and node not in taken]
+        free = [n for n in stretch if n not in needed and n not in taken and self.alike(n, start)]
         reductions = [node for node in free if node in self.reductions]
         sizes = accumulate(self.reductions[node].size for node in reversed(reductions))
         near = {node for node, size in zip(reversed(reductions), sizes, strict=True) if size <= most}
@@ -107,7 +108,13 @@ class Surroundings:
         stretch = self.behind(layer[-1].wait, until)
         waits = [*(each.wait for each in layer), *(node for node in stretch if node.target is WAIT)]
         late = dependents(waits, self.nodes[self.at[layer[0].wait] : None if until is None else self.at[until]])
-        return [node for node in stretch if is_product(node) and node not in late][:MOST]
+        start = layer[0].start
+        return [n for n in stretch if is_product(n) and n not in late and self.alike(n, start)][:MOST]
+
+    def alike(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether both compute gradients or neither does. A layer that is recomputed in backward must not begin before
+        the gradients of the layer behind it are done: both layers' activations would be there."""
+        return (one in self.gradients) == (other in self.gradients)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -177,6 +184,11 @@ def _layers(exchanges: Sequence[Exchange]) -> list[list[Exchange]]:
 def _rows(exchange: Exchange) -> frozenset[tuple]:
     receive, send = exchange.start.args[1:3]
     return frozenset([tuple(receive), tuple(send)])  # type: ignore[arg-type]
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    """Whether a node is one of a backward graph's inputs from which gradients come, by AOTAutograd's name for them."""
+    return node.op == "placeholder" and node.name.startswith("tangents")
 
 
 def _writes(node: fx.Node) -> bool:

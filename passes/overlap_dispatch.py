@@ -23,9 +23,10 @@ What runs beside an exchange are matrix products that do not depend on it, and w
 
 If the exchange back has products of its own, all others go beside the first one. Otherwise, in forward, those that
 another one waits for go beside the first, and the last of them beside the second. Nothing moves further than to the
-nearest layer with exchanges, so that memory is held for no longer than that. Element-by-element operators at the end
-stay where they are, where they are fused with what uses them. The order depends on the graph's structure and on sizes
-of parameters alone, so that collectives have the same order on all ranks, whatever the lengths of their sequences.
+nearest layer with exchanges, and no layer is recomputed earlier, so that memory is held for no longer than that.
+Element-by-element operators at the end stay where they are, where they are fused with what uses them. The order depends
+on the graph's structure and on sizes of parameters alone, so that collectives have the same order on all ranks,
+whatever the lengths of their sequences.
 """
 
 from __future__ import annotations

@@ -140,6 +140,16 @@ def test_nothing_moves_past_the_exchanges_of_another_layer():
     assert order.index("start_there2") < order.index("late")
 
 
+def test_a_layer_is_not_recomputed_before_the_gradients_of_the_one_behind_it():
+    g = Graph()
+    gradient = routed(g, g.product("head", g.input("tangents_1")))
+    gradient = g.product("attention_gradient", gradient)
+    recomputed = g.product("attention_again", g.input("saved"))
+    y = g.exchange("again", recomputed)
+    order = g.scheduled(g.call("total", aten.mul.Tensor, y, gradient))
+    assert order[-5:] == ["attention_gradient", "attention_again", "start_again", "wait_again", "total"]
+
+
 def test_what_an_exchange_needs_stays_in_front_of_it():
     g = Graph()
     x = g.product("router", g.input("x"))

@@ -89,16 +89,13 @@ def test_loss_and_all_gradients_are_bit_equal(ranks, name, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disabled", [(), ("overlap_dispatch",)])
-@pytest.mark.parametrize("name", MODELS)
-def test_parity(ranks, checkpoint, name, disabled):
-    one = {"num_hidden_layers": 1} | ({"first_k_dense_replace": 0} if name == "deepseek_v3" else {})
-    options = {
-        "backend": "inductor",
-        "disable_passes": disabled,
-        "distributed_config": {"ep_implementation": "all_to_all"},
-    }
-    case = Case(name, FSDP2_EP2, padding=True, step=True, overrides=one, options=options)
-    assert_parity(ranks, case, checkpoint(name, **one))
+def test_parity(ranks, checkpoint, disabled):
+    """Of the code that inductor writes; the tests above run the graphs as they are."""
+    one = {"num_hidden_layers": 1}
+    exchange = {"distributed_config": {"ep_implementation": "all_to_all"}}
+    options = {"backend": "inductor", "disable_passes": disabled, **exchange}
+    case = Case("qwen2_moe", FSDP2_EP2, padding=True, step=True, overrides=one, options=options)
+    assert_parity(ranks, case, checkpoint("qwen2_moe", **one))
 
 
 def _order(name: str, part: str) -> list[str] | None:
