@@ -10,13 +10,14 @@ A case is SYSTEM:LAYOUT. Systems:
     ddp-compile     DistributedDataParallel, every layer compiled (dp_replicate only)
     single          transformers in eager mode, the whole batch on one GPU (fsdp=1): the losses to compare with
 LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size); ndcompile also takes dp_replicate=N.
---model llama has Llama-3-8B widths, --model moe those of Qwen3-30B-A3B, with --exchange for its ep_implementation;
-weights are random, tokens too. Reported: seconds of the first step (compile included), median and minimum
-milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a
-token over 989 TFLOP/s, N without the experts that a token does not meet), peak memory in GB, the loss; with --profile
-the time of communication, and the part of it that no other kernel hides; with --losses the mean loss of all ranks at
-every step. All layouts see the same batches. With --accumulate a step is so many micro-batches, of which ndcompile
-reduces the sum of gradients (--reduce-every: each).
+--model llama has Llama-3-8B widths, --model moe
+those of Qwen3-30B-A3B, --model shared-moe those of Qwen1.5-MoE-A2.7B, which has shared experts; --exchange is their
+ep_implementation. Weights are random, tokens too. Reported: seconds of the first step (compile included), median and
+minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs
+a token over 989 TFLOP/s, N without the experts that a token does not meet, width that of all heads), peak memory in GB,
+the loss; with --profile the time of communication, and the part of it that no other kernel hides; with --losses the
+mean loss of all ranks at every step. All layouts see the same batches. With --accumulate a step is so many
+micro-batches, of which ndcompile reduces the sum of gradients (--reduce-every: each).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import ndcompile
@@ -58,6 +59,21 @@ def config(kind: str, layers: int) -> PretrainedConfig:
             num_attention_heads=32,
             num_key_value_heads=4,
             head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    if kind == "shared-moe":
+        return Qwen2MoeConfig(
+            hidden_size=2048,
+            intermediate_size=5632,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
             vocab_size=151936,
             tie_word_embeddings=False,
             use_cache=False,
@@ -188,7 +204,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
-    asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
+    asked = {"model": args.model} | ({} if args.model == "llama" else {"exchange": args.exchange})
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
         options["memory_budget"] = args.memory_budget
@@ -238,7 +254,7 @@ def compile_seconds(model: Any) -> dict[str, float]:
 def active_parameters(args: argparse.Namespace, model: Any) -> float:
     """Parameters that a token multiplies with: neither the input embedding nor experts that it does not meet."""
     settings = config(args.model, args.layers)
-    share = settings.num_experts_per_tok / settings.num_experts if args.model == "moe" else 1.0
+    share = 1.0 if args.model == "llama" else settings.num_experts_per_tok / settings.num_experts
     sizes = {name: p.numel() * (share if ".experts." in name else 1.0) for name, p in model.named_parameters()}
     return sum(sizes.values()) - settings.vocab_size * settings.hidden_size
 
@@ -246,7 +262,8 @@ def active_parameters(args: argparse.Namespace, model: Any) -> float:
 def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, active: float) -> dict[str, Any]:
     median = statistics.median(times)
     tokens, world = args.batch * args.sequence, dist.get_world_size()
-    flops = (6 * active + 12 * args.layers * 4096 * args.sequence) * tokens  # both models: 32 heads of 128
+    heads = config(args.model, args.layers).num_attention_heads  # of 128 in all models
+    flops = (6 * active + 12 * args.layers * heads * 128 * args.sequence) * tokens
     return {
         "ms": round(median * 1e3, 1),
         "min_ms": round(min(times) * 1e3, 1),
@@ -300,7 +317,7 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", required=True)
-    parser.add_argument("--model", choices=("llama", "moe"), default="llama")
+    parser.add_argument("--model", choices=("llama", "moe", "shared-moe"), default="llama")
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
     parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")

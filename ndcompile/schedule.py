@@ -8,20 +8,25 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile import collective_chains, repetition
+from ndcompile import collective_chains, exchanges, host_reads, repetition
 from ndcompile.passes import bucket_collectives as bucket
 from ndcompile.passes import overlap_communication as overlap
+from ndcompile.passes import overlap_dispatch as dispatch
 from ndcompile.passes import reuse_layers as reuse
 from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
 
 SCHEDULING: Mapping[str, Callable[[fx.Graph], None]] = {
     "bucket_collectives": bucket.bucket_collectives,
+    "overlap_dispatch": dispatch.overlap_dispatch,
     "overlap_communication": overlap.overlap_communication,
     "reuse_layers": reuse.reuse_layers,
 }
 """Name of a pass -> the pass, in order."""
 
-SOURCES = tuple(str(Path(str(module.__file__))) for module in (collective_chains, repetition, bucket, overlap, reuse))
+SOURCES = tuple(
+    str(Path(str(module.__file__)))
+    for module in (collective_chains, exchanges, host_reads, repetition, bucket, dispatch, overlap, reuse)
+)
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}
 """Inductor's memory pass would start every gather as late as it can."""
