@@ -10,14 +10,14 @@ A case is SYSTEM:LAYOUT. Systems:
     ddp-compile     DistributedDataParallel, every layer compiled (dp_replicate only)
     single          transformers in eager mode, the whole batch on one GPU (fsdp=1): the losses to compare with
 LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size); ndcompile also takes dp_replicate=N.
---model llama has Llama-3-8B widths, --model moe
-those of Qwen3-30B-A3B, --model shared-moe those of Qwen1.5-MoE-A2.7B, which has shared experts; --exchange is their
-ep_implementation. Weights are random, tokens too. Reported: seconds of the first step (compile included), median and
-minimum milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs
-a token over 989 TFLOP/s, N without the experts that a token does not meet, width that of all heads), peak memory in GB,
-the loss; with --profile the time of communication, and the part of it that no other kernel hides; with --losses the
-mean loss of all ranks at every step. All layouts see the same batches. With --accumulate a step is so many
-micro-batches, of which ndcompile reduces the sum of gradients (--reduce-every: each).
+--model llama has Llama-3-8B widths, --model moe those of Qwen3-30B-A3B, --model shared-moe those of
+Qwen1.5-MoE-A2.7B, which has shared experts; --exchange is their ep_implementation. Weights are random, tokens too.
+Reported: seconds of the first step (compile included), median and minimum milliseconds of a step (forward, backward,
+fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts
+that a token does not meet, width that of all heads), peak memory in GB, the loss; with --profile the time of
+communication, and the part of it that no other kernel hides; with --losses the mean loss of all ranks at every step.
+All layouts see the same batches. With --accumulate a step is so many micro-batches, of which ndcompile reduces the
+sum of gradients (--reduce-every: each).
 """
 
 from __future__ import annotations
