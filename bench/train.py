@@ -88,6 +88,7 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
     asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
     options = {"loss_only": args.loss_only, "disable_passes": args.disable, "memory_budget": args.memory_budget}
+    options["async_tp"] = args.async_tp
     if args.exchange == "all_gather":
         options["dynamic"] = False
     return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, **options)
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = {"model": args.model, "exchange": args.exchange} if args.model == "moe" else {"model": args.model}
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
-        options["memory_budget"] = args.memory_budget
+        options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp}
         asked |= {name: value for name, value in options.items() if value}
     result: dict[str, Any] = {
         "case": args.case,
@@ -286,6 +287,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
     parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
+    parser.add_argument("--async-tp", action="store_true", help="of ndcompile.compile, with --sequence-parallel")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--memory-budget", help="of ndcompile.compile, such as 10GB")
     parser.add_argument("--checkpoint", default="build/bench")
