@@ -7,14 +7,16 @@ A case is SYSTEM:LAYOUT. Systems:
     hf-eager        transformers' DistributedConfig
     hf-compile      the same with torch.compile(model)
     fsdp2-compile   fully_shard per layer, every layer compiled (fsdp only)
+    ddp-compile     DistributedDataParallel, every layer compiled (dp_replicate only)
     single          transformers in eager mode, the whole batch on one GPU (fsdp=1): the losses to compare with
-LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size). --model llama has Llama-3-8B widths, --model moe
-those of Qwen3-30B-A3B, with --exchange for its ep_implementation; weights are random, tokens too. Reported: seconds
-of the first step (compile included), median and minimum milliseconds of a step (forward, backward, fused AdamW),
-tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token over 989 TFLOP/s, N without the experts that a token
-does not meet), peak memory in GB, the loss; with --profile the time of communication, and the part of it that no other
-kernel hides; with --losses the mean loss of all ranks at every step. All layouts see the same batches. With
---accumulate a step is so many micro-batches, of which ndcompile reduces the sum of gradients (--reduce-every: each).
+LAYOUT: fsdp=N,tp=N,ep=N, where ep counts expert shards (ep_size); ndcompile also takes dp_replicate=N.
+--model llama has Llama-3-8B widths, --model moe those of Qwen3-30B-A3B, with --exchange for its ep_implementation;
+weights are random, tokens too. Reported: seconds of the first step (compile included), median and minimum
+milliseconds of a step (forward, backward, fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a
+token over 989 TFLOP/s, N without the experts that a token does not meet), peak memory in GB, the loss; with --profile
+the time of communication, and the part of it that no other kernel hides; with --losses the mean loss of all ranks at
+every step. All layouts see the same batches. With --accumulate a step is so many micro-batches, of which ndcompile
+reduces the sum of gradients (--reduce-every: each).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
@@ -86,12 +89,16 @@ def save_checkpoint(folder: str, kind: str, layers: int) -> None:
 def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
-    asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
     options = {"loss_only": args.loss_only, "disable_passes": args.disable, "memory_budget": args.memory_budget}
     options["async_tp"] = args.async_tp
+    if "dp_replicate" in sizes:  # which DistributedConfig has no word for
+        options["mesh"] = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    else:
+        asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
+        options["distributed_config"] = asked
     if args.exchange == "all_gather":
         options["dynamic"] = False
-    return ndcompile.compile(model.train(), distributed_config=asked, checkpoint=args.checkpoint, **options)
+    return ndcompile.compile(model.train(), checkpoint=args.checkpoint, **options)
 
 
 def distributed_config(sizes: dict[str, int], exchange: str, **options: bool) -> DistributedConfig:
@@ -118,6 +125,17 @@ def build_fsdp2(folder: str) -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def build_ddp(folder: str) -> Any:
+    model = build_single(folder)
+    for layer in model.model.layers:
+        layer.compile()
+    return DistributedDataParallel(model)
+
+
+PLAIN = {"single": build_single, "fsdp2-compile": build_fsdp2, "ddp-compile": build_ddp}
+"""Systems that need no DistributedConfig."""
 
 
 def make_step(
@@ -166,8 +184,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     if system == "ndcompile":
         model = build_ndcompile(args, sizes)
-    elif system in ("fsdp2-compile", "single"):
-        model = build_fsdp2(args.checkpoint) if system == "fsdp2-compile" else build_single(args.checkpoint)
+    elif system in PLAIN:
+        model = PLAIN[system](args.checkpoint)
     else:
         model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
     torch.cuda.synchronize()
@@ -185,7 +203,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.accumulate > 1:
         result |= {"accumulate": args.accumulate, "reduce_every": args.reduce_every}
-    data_ranks = sizes.get("fsdp", 1)
+    data_ranks = sizes.get("dp_replicate", 1) * sizes.get("fsdp", 1)
     vocabulary = config(args.model, args.layers).vocab_size
     tokens = torch.randint(0, vocabulary, (args.batch, args.sequence), generator=torch.Generator().manual_seed(0))
     ids = tokens.chunk(data_ranks)[dist.get_rank() // (dist.get_world_size() // data_ranks)].cuda()

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard
 
 from ndcompile.layout import local_shape
 from ndcompile.pass_context import PassContext
+from ndcompile.recompute import layer_of
 from ndcompile.redistribute import average_gradient, divide_gradient, unshard
 from ndcompile.sharding_plan import ParameterPlan
 
@@ -62,9 +63,11 @@ def _unshard(graph: fx.Graph, placeholder: fx.Node, first_use: fx.Node, context:
     if not chain:
         return
     placeholder.meta["val"] = context.fake(entry.storage_shape, stored, full.requires_grad)
+    module = entry.fqn.rpartition(".")[0]
+    layer = layer_of(module, {name: number for number, name in enumerate(context.layers)})
     for node in chain:
         node.meta["val"], node.meta["differentiable"] = placeholder.meta["val"], full.requires_grad
-        node.meta["custom"] = {"module": entry.fqn.rpartition(".")[0], "unshard": entry.fsdp_style}
+        node.meta["custom"] = {"module": module, "unshard": entry.fsdp_style, "layer": layer}
     chain[-1].meta["val"] = full
     for user in users:
         user.replace_input_with(placeholder, chain[-1])

@@ -1,14 +1,17 @@
 """The passes on lowered graphs, each on a small graph: what moves, what is merged, and what stays."""
 
 from contextlib import nullcontext
+from itertools import groupby
 
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from ndcompile.collective_chains import collectives
+from ndcompile.collective_chains import GATHER, collectives
+from ndcompile.passes import reuse_layers
 from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication
+from ndcompile.torch_private import invoke_subgraph
 
 MIB = 2**20
 RANKS = 2
@@ -178,6 +181,37 @@ def test_a_bucket_is_no_larger_than_its_limit():
     bucket_collectives(g.graph)
     gathers = [node for node in g.graph.nodes if node.target is collectives.all_gather_into_tensor.default]
     assert [node.meta["val"].numel() * 2 for node in gathers] == [24 * MIB, 24 * MIB]
+
+
+def test_a_bucket_of_weights_ends_with_its_layer():
+    g = forward(dict.fromkeys("abcdef", 2))
+    for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
+        start.meta["custom"]["layer"] = number // 2
+    bucket_collectives(g.graph)
+    gathers = g.graph.find_nodes(op="call_function", target=GATHER)
+    assert [node.meta["val"].numel() * 2 for node in gathers] == [4 * MIB] * 3
+
+
+def test_a_bucket_of_gradients_ends_with_its_layer():
+    g = backward(dict.fromkeys("abcdef", 2))
+    starts = g.graph.find_nodes(op="call_function", target=collectives.reduce_scatter_tensor.default)
+    for number, start in enumerate(starts):
+        start.meta["custom"] = {"layer": number // 2}
+    bucket_collectives(g.graph)
+    assert _kinds(g) == ["reduce_scatter_tensor"] * 3
+
+
+def test_layers_of_small_weights_are_compiled_once(monkeypatch):
+    monkeypatch.setattr(reuse_layers, "LEAST", 4)
+    g = forward({f"{kind}{layer}": 2 for layer in range(6) for kind in "ab"})
+    for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
+        start.meta["custom"]["layer"] = number // 2
+    bucket_collectives(g.graph)
+    overlap_communication(g.graph)
+    module = fx.GraphModule(torch.nn.Module(), g.graph)
+    reuse_layers.reuse_layers(module.graph)
+    calls = module.graph.find_nodes(op="call_function", target=invoke_subgraph)
+    assert [len(list(same)) for _, same in groupby(call.args[1] for call in calls)] == [6, 6]  # gathers ahead, products
 
 
 def test_groups_and_dtypes_are_not_mixed():
