@@ -106,6 +106,7 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
     options = {"loss_only": args.loss_only, "disable_passes": args.disable, "memory_budget": args.memory_budget}
+    options["async_tp"] = args.async_tp
     if "dp_replicate" in sizes:  # which DistributedConfig has no word for
         options["mesh"] = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     else:
@@ -207,7 +208,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = {"model": args.model} | ({} if args.model == "llama" else {"exchange": args.exchange})
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
-        options["memory_budget"] = args.memory_budget
+        options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp}
         asked |= {name: value for name, value in options.items() if value}
     result: dict[str, Any] = {
         "case": args.case,
@@ -321,6 +322,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
     parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
+    parser.add_argument("--async-tp", action="store_true", help="of ndcompile.compile, with --sequence-parallel")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--memory-budget", help="of ndcompile.compile, such as 10GB")
     parser.add_argument("--checkpoint", default="build/bench")

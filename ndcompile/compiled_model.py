@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from ndcompile.accumulation import Accumulation
 from ndcompile.agreement import Agreement, collective_lines
 from ndcompile.asserted_branches import failed_check
+from ndcompile.async_tp import check_has_products, connect
 from ndcompile.caches import CacheState, read_cache
 from ndcompile.call import Call, bind
 from ndcompile.capture import Captured, capture
@@ -154,8 +155,9 @@ class CompiledModel:
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
-        options = (("gradients", self.accumulation.mode), ("memory budget", self.options.memory_budget))
-        key = (call.key(), (*model_state(self.model), *options))
+        options = self.options
+        asked = (("memory budget", options.memory_budget), ("async_tp", options.async_tp))
+        key = (call.key(), (*model_state(self.model), ("gradients", self.accumulation.mode), *asked))
         if key not in self.signatures:
             self.signatures[key] = self._agree_on_signature(key, call)
         signature = self.signatures[key]
@@ -213,6 +215,7 @@ class CompiledModel:
         run_passes(
             captured, replace(self.pass_context(captured, whole), agree_on_recompute=agree), self.options.disabled
         )
+        beside = self._beside_products(captured)
         transformed = perf_counter()
         stage(f"compiling with {self.options.backend}")
         what = f"{type(self.model).__name__}, {sizes[0].lower()}{sizes[1:]}"
@@ -224,6 +227,7 @@ class CompiledModel:
             alike=self.mesh.size("tp") > 1,
             disabled=self.options.disabled,
             fixed_inputs=fixed,
+            beside_products=beside,
         )
         lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
         if signature.programs:
@@ -241,6 +245,16 @@ class CompiledModel:
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
         return Program(captured, run, graphs, inputs, cache_shards(captured, whole, self.plan, self.mesh), seconds)
+
+    def _beside_products(self, captured: Captured) -> str | None:
+        """The process group whose collectives run beside matrix products, if any, with its symmetric memory open."""
+        if not self.options.async_tp:
+            return None
+        group = self.mesh.axes["tp"].group
+        check_has_products(captured.module.graph, group, type(self.model).__name__)
+        if self.mesh.device.type == "cuda" and self.mesh.backend != "fake":
+            connect(group)
+        return group
 
     def _with_memory(self, call: Call, cache: CacheState) -> CacheState:
         """A static cache whose layers have tensors, of this rank's heads. A new one is given them: what they are says a

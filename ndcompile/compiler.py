@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.async_tp import check_async_tp
 from ndcompile.checkpoint import save_method
 from ndcompile.compiled_model import CompiledModel
 from ndcompile.derive import with_derived_plan
@@ -45,6 +46,7 @@ def compile(
     verify: str = "error",
     cuda_graphs: bool = False,
     memory_budget: int | str | None = None,
+    async_tp: bool = False,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -78,6 +80,9 @@ def compile(
         What counts are the tensors that the forward graph saves for the backward graph, each memory once, logits and
         gathered weights that are kept among them; parameters, buffers and inputs do not count. With symbolic sizes it
         holds for the sizes that were captured. PlanError at the first call says the least that is possible.
+    async_tp: with sequence parallelism on CUDA, gather the sequence and reduce onto its shards piece by piece, beside
+        the matrix products, through symmetric memory between the GPUs of a tp group, see passes/pipeline_matmuls.py. A
+        mesh or config that it does not fit, and a graph that has nothing of that kind, raise UnsupportedError.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -93,6 +98,7 @@ def compile(
         verify=verify,
         cuda_graphs=cuda_graphs,
         memory_budget=memory_budget,
+        async_tp=async_tp,
     )
     compiled, weights = _shard(model, mesh, distributed_config, checkpoint, options)
     compiled.bind()
@@ -164,6 +170,8 @@ def _shard(
     mesh = _mesh(mesh, config)
     ep = config.ep_size or 1
     sizes = mesh_sizes(mesh, ep)
+    if options.async_tp:
+        check_async_tp(mesh.device_type, sizes["tp"], bool(config.enable_sequence_parallel))
     config = with_derived_plan(model, config, sizes["tp"])
     plan = repaired_plan(model, sizes, config, expert_capacity=options.expert_capacity, verify=options.verify)
     compiled = CompiledModel(model, storage_mesh(mesh, ep), plan, options)

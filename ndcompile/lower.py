@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from ndcompile import cuda_graphs
 from ndcompile.capture import Captured
 from ndcompile.partition import Partitioner, partition_tags
-from ndcompile.schedule import inductor_settings
+from ndcompile.schedule import PIPELINE, SCHEDULING, Schedule, inductor_settings
 from ndcompile.torch_private import (
     TracingContext,
     aot_autograd,
@@ -43,12 +44,14 @@ def lower(
     alike: bool,
     disabled: Collection[str] = (),
     fixed_inputs: Sequence[int] | None = None,
+    beside_products: str | None = None,
 ) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
     alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
     disabled: passes of `schedule.SCHEDULING` to leave out.
     fixed_inputs: for a program that inductor records as a CUDA graph, see `cuda_graphs`.
+    beside_products: the process group whose collectives `pipeline_matmuls` rewrites.
 
     `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
     the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
@@ -69,7 +72,7 @@ def lower(
             stack.enter_context(backward_compiled_with_forward())
             if fixed_inputs is not None:
                 disabled = {*disabled, "reuse_layers"}
-            settings = inductor_settings(disabled) | (KERNELS_ALIKE if alike else {})
+            settings = inductor_settings(disabled, beside_products) | (KERNELS_ALIKE if alike else {})
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
                 settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}
@@ -77,10 +80,17 @@ def lower(
                 module, fakes, config_patches=settings, decompositions=decompositions(), **options
             )
             return compiled, partitioner
+        pipeline = Schedule([*disabled, *(set(SCHEDULING) - {PIPELINE})], beside_products)
+
+        def run_graph(gm: fx.GraphModule, inputs: Sequence[object], backward: bool = False) -> Callable[..., Any]:
+            pipeline(gm.graph)
+            gm.recompile()
+            return partitioner.record_and_run(gm, backward)
+
         compiler = aot_autograd(
-            fw_compiler=partitioner.record_and_run,
-            inference_compiler=partitioner.record_and_run,
-            bw_compiler=partitioner.record_and_run,
+            fw_compiler=run_graph,
+            inference_compiler=run_graph,
+            bw_compiler=partial(run_graph, backward=True),
             partition_fn=partitioner,
             decompositions=decompositions(),
         )

@@ -23,6 +23,7 @@ class Options:
     verify: str = "error"
     cuda_graphs: bool = False
     memory_budget: int | None = None
+    async_tp: bool = False
 
 
 def checked_options(
@@ -35,16 +36,23 @@ def checked_options(
     loss_only: bool = False,
     verify: str = "error",
     cuda_graphs: bool = False,
+    async_tp: bool = False,
 ) -> Options:
     """Raises ValueError for what no model can be compiled with."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown. Use one of {BACKENDS}.")
     if cuda_graphs and backend != "inductor":
         raise ValueError(f'cuda_graphs=True needs backend="inductor", which records them; it is {backend!r}.')
+    if async_tp and backend == "eager":
+        raise ValueError('async_tp needs backend "inductor" or "aot_eager": it is a pass on lowered graphs.')
+    if async_tp and dynamic is True:
+        raise ValueError("async_tp needs sizes that are numbers. Leave out dynamic=True, or pass dynamic=False.")
+    if async_tp and cuda_graphs:
+        raise ValueError("async_tp and cuda_graphs were not tried together. Leave one of them out.")
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     if budget is not None and backend == "eager":
         raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
     check_disabled(disable_passes)
     check_mode(verify)
     passes = frozenset(disable_passes)
-    return Options(backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget)
+    return Options(backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget, async_tp)

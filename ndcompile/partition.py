@@ -78,9 +78,11 @@ class Partitioner(CustomPartitionerFn):
         """Part of the cache keys: the tags, and the sources that say what the distributed nodes lower to."""
         return f"{get_hash_for_files(LOWERING_SOURCES).hex()} {self.tags}"
 
-    def record_and_run(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
+    def record_and_run(self, gm: fx.GraphModule, backward: bool) -> Callable[..., Any]:
         """Compiler of the `aot_eager` backend: run the graph as it is."""
-        if self.forward is None:
+        if backward:
+            self.backward = gm
+        else:
             self.forward = gm
         return make_boxed_func(gm.forward)
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from ndcompile import collective_chains, exchanges, host_reads, repetition
+from ndcompile import collective_chains, exchanges, host_reads, matmul_scatter, repetition, sequence_products
 from ndcompile.passes import bucket_collectives as bucket
 from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
+from ndcompile.passes import pipeline_matmuls as pipeline
 from ndcompile.passes import reuse_layers as reuse
 from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
 
-SCHEDULING: Mapping[str, Callable[[fx.Graph], None]] = {
+PIPELINE = "pipeline_matmuls"
+"""The one of the passes that needs a process group, and runs only if it is given one."""
+
+SCHEDULING: Mapping[str, Callable[..., None]] = {
+    PIPELINE: pipeline.pipeline_matmuls,
     "bucket_collectives": bucket.bucket_collectives,
     "overlap_dispatch": dispatch.overlap_dispatch,
     "overlap_communication": overlap.overlap_communication,
@@ -23,10 +29,8 @@ SCHEDULING: Mapping[str, Callable[[fx.Graph], None]] = {
 }
 """Name of a pass -> the pass, in order."""
 
-SOURCES = tuple(
-    str(Path(str(module.__file__)))
-    for module in (collective_chains, exchanges, host_reads, repetition, bucket, dispatch, overlap, reuse)
-)
+HELPERS = (collective_chains, exchanges, host_reads, matmul_scatter, repetition, sequence_products)
+SOURCES = tuple(str(Path(str(module.__file__))) for module in (*HELPERS, pipeline, bucket, dispatch, overlap, reuse))
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}
 """Inductor's memory pass would start every gather as late as it can."""
@@ -37,22 +41,28 @@ free when nothing refers to it, collectives under way included, and torch's allo
 
 
 class Schedule(CustomGraphPass):
-    """The passes of SCHEDULING but the disabled ones, as one pass of inductor."""
+    """The passes of SCHEDULING but the disabled ones, as one pass of inductor.
 
-    def __init__(self, disabled: Collection[str] = ()) -> None:
-        self.names = tuple(name for name in SCHEDULING if name not in disabled)
+    beside_products: the process group whose collectives `pipeline_matmuls` rewrites; None leaves that pass out.
+    """
+
+    def __init__(self, disabled: Collection[str] = (), beside_products: str | None = None) -> None:
+        left_out = {*disabled, PIPELINE} if beside_products is None else disabled
+        self.names = tuple(name for name in SCHEDULING if name not in left_out)
+        self.group = beside_products
 
     def __call__(self, graph: fx.Graph) -> None:
         for name in self.names:
-            SCHEDULING[name](graph)
+            run = SCHEDULING[name]
+            (partial(run, group=self.group) if name == PIPELINE else run)(graph)
 
     def uuid(self) -> str:
         """Part of inductor's cache keys."""
-        return f"{get_hash_for_files(SOURCES).hex()} {self.names}"
+        return f"{get_hash_for_files(SOURCES).hex()} {self.names} {self.group}"
 
 
-def inductor_settings(disabled: Collection[str]) -> dict[str, Any]:
+def inductor_settings(disabled: Collection[str], beside_products: str | None = None) -> dict[str, Any]:
     """What of torch._inductor.config makes it run the passes and keep their order."""
-    schedule = Schedule(disabled)
+    schedule = Schedule(disabled, beside_products)
     settings = FUNCTIONAL if "reuse_layers" in schedule.names else {}
     return {"post_grad_custom_post_pass": schedule} | KEEP_ORDER | settings

@@ -26,14 +26,18 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
-from torch._inductor import comms, ir
+from torch._inductor import comms, inductor_prims, ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as produce_and_exchange
+from torch.distributed._symmetric_memory import get_symm_mem_workspace
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
@@ -349,8 +353,49 @@ def launch_empty_grids() -> None:
         kind.generate = guarded  # type: ignore[method-assign, assignment]
 
 
+force_stride_order: Any = inductor_prims.force_stride_order
+"""(tensor, strides): inductor has the tensor computed in this order of memory, or copies it."""
+fused_all_gather_matmul = torch.ops.symm_mem.fused_all_gather_matmul.default
+fused_matmul_reduce_scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
+
+
+def open_symmetric_memory(group: str) -> None:
+    """Let the GPUs of a group read each other's memory: each maps a workspace of the others; collective.
+
+    Raises what torch raises where they cannot, such as ranks of two hosts. Neither torch 2.11 nor 2.13 needs the group
+    to be enabled for it. The workspace grows with what is exchanged.
+    """
+    get_symm_mem_workspace(group, min_size=2**20)  # type: ignore[arg-type]
+
+
+@contextmanager
+def tensor_updater(graph: torch.fx.Graph) -> Iterator[bool]:
+    """While active in a pass of inductor, nodes change; then the fake values of new ones and all behind are made anew.
+
+    Outside of inductor it does nothing, and says so: False.
+    """
+    if not isinstance(V.fake_mode, FakeTensorMode):
+        yield False
+        return
+    before = set(graph.nodes)
+    whole = "gm" in inspect.signature(FakeTensorUpdater).parameters  # torch 2.11 takes the graph
+    updater = FakeTensorUpdater(graph.owning_module if whole else graph)  # type: ignore[arg-type]
+    yield True
+    for node in graph.nodes:
+        if node not in before:  # a value that is there already would not be passed on to users
+            node.meta.pop("val", None)
+    updater.incremental_update()
+
+
+def _communicates(operation: Any) -> bool:
+    """Collectives, and the fused operators, which inductor does not take for such."""
+    if isinstance(operation, ir.FallbackKernel):
+        return str(operation.op_overload).startswith(("symm_mem.", "ndcompile.matmuls_reduce_scatter"))
+    return isinstance(operation, ir._CollectiveKernel)
+
+
 def order_collectives_of_subgraphs() -> None:
-    """Let inductor keep the order of collectives where some of them are inside of subgraphs.
+    """Let inductor keep the order of collectives where some of them are inside of subgraphs or of fused operators.
 
     It chains the collectives of a graph, each behind the one before, and would not see that a call of a subgraph runs
     some. Without it fusion could move a collective over such a call, on one rank and not on another.
@@ -362,8 +407,11 @@ def order_collectives_of_subgraphs() -> None:
     def contains_collective(node: Any, *args: Any) -> bool:
         if original(node, *args):
             return True
-        called = node.node.subgraph if isinstance(getattr(node, "node", None), ir.InvokeSubgraph) else None
-        return called is not None and any(isinstance(each, ir._CollectiveKernel) for each in called.graph.operations)
+        operation = getattr(node, "node", None)
+        if isinstance(operation, ir.InvokeSubgraph):
+            body: Any = operation.subgraph
+            return body is not None and any(map(_communicates, body.graph.operations))
+        return isinstance(operation, ir.FallbackKernel) and _communicates(operation)
 
     contains_collective.looks_into_subgraphs = True  # type: ignore[attr-defined]
     comms.contains_collective = contains_collective  # type: ignore[assignment]
@@ -401,7 +449,10 @@ __all__ = [
     "dynamo_fake_mode",
     "example_of",
     "fake_tensor",
+    "force_stride_order",
     "functions_as_nodes",
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
     "get_hash_for_files",
     "invoke_subgraph",
     "is_checkpoint",
@@ -410,14 +461,17 @@ __all__ = [
     "make_fx",
     "mesh_without_groups",
     "min_cut_rematerialization_partition",
+    "open_symmetric_memory",
     "order_collectives_of_subgraphs",
     "outside_of_tracing",
     "patch_dynamo_config",
+    "produce_and_exchange",
     "register_process_group",
     "resolve_process_group",
     "scans_as_operators",
     "size_hint",
     "skipped_cuda_graphs",
+    "tensor_updater",
     "trace_structured",
     "tracing",
     "two_dimensional_grid",

@@ -33,14 +33,19 @@ def test_parity_of_layers_compiled_once(world, checkpoint, layout):
 
 
 def test_each_pass_can_be_left_out():
-    assert Schedule().names == tuple(SCHEDULING)
+    assert Schedule(beside_products="tp").names == tuple(SCHEDULING)
     for name in SCHEDULING:
-        assert Schedule([name]).names == tuple(each for each in SCHEDULING if each != name)
+        assert Schedule([name], "tp").names == tuple(each for each in SCHEDULING if each != name)
+
+
+def test_matrix_products_are_pipelined_only_over_a_group():
+    assert Schedule().names == tuple(each for each in SCHEDULING if each != "pipeline_matmuls")
 
 
 def test_cached_code_of_other_passes_is_not_used():
     choices = [[], *([name] for name in SCHEDULING)]
-    assert len({Schedule(disabled).uuid() for disabled in choices}) == len(choices)
+    identities = {Schedule(disabled, group).uuid() for disabled in choices for group in ("tp", "other")}
+    assert len(identities | {Schedule().uuid()}) == 2 * len(choices) + 1
 
 
 def test_the_error_of_an_unknown_pass_names_them():
