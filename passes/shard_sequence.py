@@ -22,6 +22,8 @@ the reduce-scatter, and the padding dropped in the all-gather: no value and no g
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, fx
 
@@ -116,7 +118,15 @@ def _works_by_token(node: fx.Node) -> bool:
         return node.args[position] in (-1, 2, [-1], [2])
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return not target._schema.is_mutable
-    return target in TOKEN_BY_TOKEN
+    return target in TOKEN_BY_TOKEN or _takes_all(node)
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a node is `x[:]`, which a capture with symbolic sizes keeps: no slice of a shard either."""
+    if node.target is not aten.slice.Tensor or node.kwargs:
+        return False
+    start, end, step = (*node.args[2:], *(None, None, None)[len(node.args) - 2 :])
+    return start in (None, 0) and (end is None or end == sys.maxsize) and step in (None, 1)
 
 
 def _continues(node: fx.Node, region: dict[fx.Node, None], excluded: set[fx.Node]) -> bool:

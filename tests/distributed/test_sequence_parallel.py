@@ -85,6 +85,24 @@ def test_the_pass_can_be_disabled(world, checkpoint):
         assert shapes == {(2, 12, 1)}
 
 
+def _lengths(checkpoint, lengths):
+    """Losses of one model at these lengths, and how many graphs it took."""
+    model = workers.compiled("llama", TP2, checkpoint, ONE, **SEQUENCE_PARALLEL)
+    losses = [model(**batch(_case("llama", shape=(2, length)), 0)).loss.item() for length in lengths]
+    (signature,) = compiled_model(model).signatures.values()
+    return losses, len(signature.programs)
+
+
+def test_other_lengths_are_one_more_graph(world, checkpoint):
+    """It has symbolic sizes, in which `x[:]` is a node."""
+    lengths = (12, 16, 13)
+    reference = models.build("llama", **ONE)
+    expected = [reference(**batch(_case("llama", shape=(2, length)), 0)).loss.item() for length in lengths]
+    for losses, graphs in world(2)(_lengths, checkpoint("llama", **ONE), lengths):
+        assert losses == pytest.approx(expected, rel=workers.LIMIT)
+        assert graphs == 2
+
+
 def _hidden_states(checkpoint):
     model = workers.compiled("llama", TP2, checkpoint, {}, **SEQUENCE_PARALLEL)
     model.gradient_checkpointing_enable()
