@@ -226,9 +226,12 @@ def run(config: Any, layout: dict[str, int], folder: Path, backend: str) -> dict
     }
 
 
-def refused(config: Any, layout: dict[str, int]) -> str:
+def refused(config: Any, layout: dict[str, int], folder: Path) -> str:
+    rank, world, store = dist.get_rank(), dist.get_world_size(), folder.resolve() / "store"
+    store.unlink(missing_ok=True)
+    dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         sharded(config, layout, True, "eager")
     except UnsupportedError as error_:
@@ -256,7 +259,7 @@ def main() -> None:
         folder = args.folder / case.replace("=", "").replace(",", "_").replace(":", "_")
         line = {"case": case, "backend": args.backend, **run(config, layout, folder, args.backend)}
         report(line, args.out)
-    report({"case": "refused", "message": refused(config, layout)}, args.out)
+    report({"case": "refused", "message": refused(config, layout, folder)}, args.out)
     dist.destroy_process_group()
 
 
