@@ -17,7 +17,9 @@ fused AdamW), tokens/s per GPU, MFU (6 N + 12 L width sequence FLOPs a token ove
 that a token does not meet, width that of all heads), peak memory in GB, the loss; with --profile the time of
 communication, and the part of it that no other kernel hides; with --losses the mean loss of all ranks at every step.
 All layouts see the same batches. With --accumulate a step is so many micro-batches, of which ndcompile reduces the
-sum of gradients (--reduce-every: each).
+sum of gradients (--reduce-every: each). With --cpu-offload parameters, gradients and moments are in host memory
+(ndcompile, transformers and fsdp2-compile), and the milliseconds of the optimizer, which runs there, are reported
+too: set OMP_NUM_THREADS, which torchrun makes 1.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
@@ -110,8 +112,8 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     if "dp_replicate" in sizes:  # which DistributedConfig has no word for
         options["mesh"] = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     else:
-        asked = distributed_config(sizes, args.exchange, enable_sequence_parallel=args.sequence_parallel)
-        options["distributed_config"] = asked
+        asked = {"enable_sequence_parallel": args.sequence_parallel, "fsdp_cpu_offload": args.cpu_offload}
+        options["distributed_config"] = distributed_config(sizes, args.exchange, **asked)
     if args.exchange == "all_gather":
         options["dynamic"] = False
     return ndcompile.compile(model.train(), checkpoint=args.checkpoint, **options)
@@ -122,9 +124,11 @@ def distributed_config(sizes: dict[str, int], exchange: str, **options: bool) ->
     return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange, **options)
 
 
-def build_transformers(folder: str, sizes: dict[str, int], exchange: str, compiled: bool) -> Any:
-    asked = distributed_config(sizes, exchange)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, distributed_config=asked).train()
+def build_transformers(args: argparse.Namespace, sizes: dict[str, int], compiled: bool) -> Any:
+    asked = distributed_config(sizes, args.exchange, fsdp_cpu_offload=args.cpu_offload)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.checkpoint, dtype=torch.bfloat16, distributed_config=asked
+    ).train()
     return torch.compile(model) if compiled else model
 
 
@@ -133,13 +137,14 @@ def build_single(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device).train()
 
 
-def build_fsdp2(folder: str) -> Any:
+def build_fsdp2(folder: str, offload: bool) -> Any:
     model = build_single(folder)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in model.model.layers:
         layer.compile()
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return model
 
 
@@ -150,7 +155,11 @@ def build_ddp(folder: str) -> Any:
     return DistributedDataParallel(model)
 
 
-PLAIN = {"single": build_single, "fsdp2-compile": build_fsdp2, "ddp-compile": build_ddp}
+PLAIN: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "single": lambda args: build_single(args.checkpoint),
+    "fsdp2-compile": lambda args: build_fsdp2(args.checkpoint, args.cpu_offload),
+    "ddp-compile": lambda args: build_ddp(args.checkpoint),
+}
 """Systems that need no DistributedConfig."""
 
 
@@ -182,6 +191,17 @@ def make_step(
     return step
 
 
+def optimizer_ms(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    """Milliseconds of the optimizer alone, with gradients of zeros."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    torch.cuda.synchronize()
+    return round((time.perf_counter() - start) * 1e3, 1)
+
+
 def measure(step: Callable[[], torch.Tensor], steps: int, losses: list[torch.Tensor]) -> list[float]:
     times = []
     for _ in range(steps):
@@ -201,15 +221,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if system == "ndcompile":
         model = build_ndcompile(args, sizes)
     elif system in PLAIN:
-        model = PLAIN[system](args.checkpoint)
+        model = PLAIN[system](args)
     else:
-        model = build_transformers(args.checkpoint, sizes, args.exchange, compiled=system == "hf-compile")
+        model = build_transformers(args, sizes, compiled=system == "hf-compile")
     torch.cuda.synchronize()
     asked = {"model": args.model} | ({} if args.model == "llama" else {"exchange": args.exchange})
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
         options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp}
         asked |= {name: value for name, value in options.items() if value}
+    asked |= {"cpu_offload": True} if args.cpu_offload else {}
     result: dict[str, Any] = {
         "case": args.case,
         **asked,
@@ -239,6 +260,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     elif args.profile:
         step()
     loss = step()
+    if args.cpu_offload:
+        result["optimizer_ms"] = optimizer_ms(model, optimizer)
     if args.losses:
         means = torch.stack(losses)
         dist.all_reduce(means, dist.ReduceOp.AVG)
@@ -324,6 +347,7 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
     parser.add_argument("--async-tp", action="store_true", help="of ndcompile.compile, with --sequence-parallel")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
+    parser.add_argument("--cpu-offload", action="store_true", help="fsdp_cpu_offload")
     parser.add_argument("--memory-budget", help="of ndcompile.compile, such as 10GB")
     parser.add_argument("--checkpoint", default="build/bench")
     parser.add_argument("--layers", type=int, default=8)
@@ -339,7 +363,10 @@ def main() -> None:
     args.checkpoint = f"{args.checkpoint}-{args.model}"
     transformers.logging.set_verbosity_error()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    if args.cpu_offload:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     result = run(args)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)

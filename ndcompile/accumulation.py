@@ -97,7 +97,7 @@ class Accumulation:
                 "End a step with a call of the same kind as its micro-batches, or drop what is held with "
                 "ndcompile.drop_held_gradients(model)."
             )
-        return {slot.entry.fqn: sums.get(slot.entry.fqn, _zeros(slot)) for slot in slots}
+        return {slot.entry.fqn: sums.get(slot.entry.fqn, _zeros(slot, store.mesh.device)) for slot in slots}
 
     def consumer(self) -> Consumer | None:
         """What a backward tells that it has added the sums; None if this call adds none."""
@@ -135,7 +135,7 @@ class _Holders(torch.autograd.Function):
     def forward(ctx, accumulation: Accumulation, store: ParameterStore, slots: list[Slot], *parameters: Tensor):
         ctx.accumulation, ctx.store, ctx.slots = accumulation, store, slots
         ctx.set_materialize_grads(False)
-        return tuple(holder(_shape(s), s.buffer.dtype, s.buffer.device) for s in slots)
+        return tuple(holder(_shape(s), s.buffer.dtype, store.mesh.device) for s in slots)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None):
@@ -153,8 +153,8 @@ def holder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _zeros(slot: Slot) -> Tensor:
-    return torch.zeros(_shape(slot), dtype=slot.buffer.dtype, device=slot.buffer.device)
+def _zeros(slot: Slot, device: torch.device) -> Tensor:
+    return torch.zeros(_shape(slot), dtype=slot.buffer.dtype, device=device)
 
 
 def _shape(slot: Slot) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Gathers of weights and reductions of gradients in a lowered graph, each with the nodes that belong to it alone.
 
 What depends on nothing but a parameter may move as one: from the stored shard to the all-gather (`before`, `start`),
-and from its wait to the first use (`after`). In the same way all that follows the start of a gradient's reduction, if
-it ends in an output of the graph, may wait until the reduction is done.
+and from its wait to the first use (`after`). So may the copy of a parameter in host memory that nothing gathers. In the
+same way all that follows the start of a gradient's reduction, if it ends in an output of the graph, may wait until the
+reduction is done.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+
+from ndcompile.host_copies import COPY
 
 collectives = torch.ops._c10d_functional
 
@@ -21,7 +24,7 @@ REDUCTIONS = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One collective. `size`: bytes of the whole weight or gradient, of which the other side is a shard."""
+    """One collective, or copy. `size`: bytes of the whole weight or gradient, of which the other side is a shard."""
 
     before: tuple[fx.Node, ...]
     start: fx.Node
@@ -31,6 +34,11 @@ class Chain:
     @property
     def wait(self) -> fx.Node:
         return self.after[0]
+
+    @property
+    def copies(self) -> list[fx.Node]:
+        """The starts of copies from host memory, which need nothing but parameters."""
+        return [node for node in (*self.before, self.start) if node.target is COPY]
 
 
 def weight_gathers(graph: fx.Graph) -> list[Chain]:
@@ -43,6 +51,24 @@ def weight_gathers(graph: fx.Graph) -> list[Chain]:
         if "unshard" in start.meta.get("custom", {}) and before is not None and size is not None:
             after = sorted(_dependents(start), key=position.__getitem__)
             chains.append(Chain(tuple(sorted(before, key=position.__getitem__)), start, tuple(after), size))
+    return by_first_use(graph, chains)
+
+
+def weight_copies(graph: fx.Graph, gathers: list[Chain]) -> list[Chain]:
+    """Copies of parameters from host memory that belong to none of the `gathers`, in the order of their first use."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    gathered = {node for chain in gathers for node in chain.copies}
+    chains = []
+    for start in graph.find_nodes(op="call_function", target=COPY):
+        size, after = _bytes(start), sorted(_dependents(start), key=position.__getitem__)
+        if start not in gathered and size is not None and after:
+            chains.append(Chain((), start, tuple(after), size))
+    return by_first_use(graph, chains)
+
+
+def by_first_use(graph: fx.Graph, chains: list[Chain]) -> list[Chain]:
+    """Chains in the order in which other nodes use their results."""
+    position = {node: number for number, node in enumerate(graph.nodes)}
     return sorted(chains, key=lambda chain: min(map(position.__getitem__, _users(chain)), default=len(position)))
 
 

@@ -31,6 +31,7 @@ from ndcompile.capture import Captured, capture
 from ndcompile.cuda_graphs import Recorded, fixed_inputs
 from ndcompile.errors import AgreementError, RoutingError
 from ndcompile.graph_arguments import GraphArguments, Seeds
+from ndcompile.host_copies import finish
 from ndcompile.loss_only import drop_logits, explain_logits
 from ndcompile.lower import keeping_garbage, lower, no_autocast, no_inference_mode
 from ndcompile.mesh import StorageMesh
@@ -58,6 +59,7 @@ class CompiledModel:
         self.model, self.mesh, self.options = model, mesh, options
         self.kept_cache = KeptCache()
         self.plan = plan
+        self.offloads = plan.cpu_offload and mesh.device.type != "cpu"
         self.shadow = Shadow(model, self.plan, mesh)
         self.whole = self.shadow
         if "tp" in mesh.axes:
@@ -143,7 +145,10 @@ class CompiledModel:
     def _run(self, program: Program, inputs: list[Any]) -> list[Any]:
         try:
             with no_autocast():
-                return list(program.run(*inputs))
+                outputs = list(program.run(*inputs))
+            if self.offloads:
+                finish(self.mesh.device)  # whoever writes to a parameter now must not meet a copy of it
+            return outputs
         except RoutingError as error:
             self.agreement.give_up(f"rank {dist.get_rank()}: {error}", error)
         except RuntimeError as error:  # a lost connection, if a rank gave up
@@ -302,6 +307,7 @@ class CompiledModel:
             self.options.verify,
             layers_of(self.model),
             self.options.memory_budget,
+            offloads=self.offloads,
         )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:

@@ -26,7 +26,7 @@ from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.model_calls import no_sync, save_pretrained
 from ndcompile.options import Options, checked_options
 from ndcompile.packed_repair import repaired_plan
-from ndcompile.refusals import check_has_checkpoints, check_model, check_optimizers, check_options
+from ndcompile.refusals import check_has_checkpoints, check_model, check_offload, check_optimizers
 from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,7 +56,8 @@ def compile(
         builds it from the config with `init_mesh`. ep holds the ranks that share experts and have different batches:
         with it there are ep x tp expert shards, and data is parallel over dp_replicate x fsdp x ep.
     distributed_config: plans to override (`tp_plan`, `ep_plan`, `fsdp_plan`), `ep_size` and `ep_implementation`,
-        `fsdp_mixed_precision`. `tp_plan="derive"` finds a plan for a model that has none, see `derive_tp_plan`.
+        `fsdp_mixed_precision`. `fsdp_cpu_offload` keeps parameters, gradients and so optimizer states in host memory,
+        see docs/speed.md. `tp_plan="derive"` finds a plan for a model that has none, see `derive_tp_plan`.
         Defaults to `model.config.distributed_config`. Sizes come from the mesh; a config that asks for others is an
         error.
     checkpoint: folder of safetensors, or a Hub id, see `load`; each rank reads the bytes of its own slices.
@@ -163,11 +164,11 @@ def _shard(
     check_model(model)
     check_optimizers(model)
     config = _config(model, distributed_config)
-    check_options(config)
     weights = {} if checkpoint is not None else real_weights(model)
     if not weights:
         check_has_checkpoints(model)
     mesh = _mesh(mesh, config)
+    check_offload(config, mesh.device_type, options.cuda_graphs)
     ep = config.ep_size or 1
     sizes = mesh_sizes(mesh, ep)
     if options.async_tp:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ndcompile.accumulation import Accumulation
 from ndcompile.errors import NdcompileError
 from ndcompile.graph_input import BUFFER, CACHE, COORDINATE, HELD, PARAMETER, SEEDS, VARYING_CACHE, GraphInput
+from ndcompile.host_copies import Finishing
 from ndcompile.mesh import StorageMesh
 from ndcompile.random_ops import stream_seed
 from ndcompile.storage import ParameterStore
@@ -80,4 +81,6 @@ class GraphArguments:
             return tensor
         if tensor.ndim and tensor.device.type != self.mesh.device.type:
             raise ValueError(f"Argument {name} is on {tensor.device}, the model on {self.mesh.device}.")
+        if self.store.pinned and tensor.requires_grad and torch.is_grad_enabled():
+            tensor = Finishing.apply(tensor, self.mesh.device)  # backward may copy parameters that have no gradients
         return tensor.contiguous()

@@ -33,6 +33,7 @@ from transformers.distributed import DistributedConfig
 from ndcompile.errors import MeshError
 from ndcompile.torch_private import (
     CAN_KEEP_RANK_ORDER,
+    abort_group,
     default_group,
     register_process_group,
     resolve_process_group,
@@ -43,6 +44,8 @@ USER_AXES = ("dp_replicate", "fsdp", "ep", "tp")
 """Names of a user's mesh. `init_mesh` numbers ranks in this order, as transformers does: neighbours share a tp group.
 
 An axis "ep" holds the ranks of an expert group that have different batches: there are ep x tp expert shards."""
+BOTH = "cpu:gloo,cuda:nccl"
+"""Backends of a world whose parameters live in host memory: the norm of their gradients is reduced there."""
 FUSED = {"fsdp": ("ep_rest", "efsdp"), "ep": ("tp", "ep_rest")}
 """Axes that are two axes of the storage mesh, the first one major."""
 
@@ -121,7 +124,7 @@ def init_mesh(distributed_config: DistributedConfig, device_type: str | None = N
     world = math.prod(sizes[name] for name in names)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
-        _start_process_group(world, device_type)
+        _start_process_group(world, _backend(device_type, distributed_config.fsdp_cpu_offload))
     if world != dist.get_world_size():
         raise MeshError(
             f"distributed_config asks for {world} ranks ({_spell(sizes, names)}), but {dist.get_world_size()} are "
@@ -239,7 +242,7 @@ def leave_groups(mesh: StorageMesh) -> None:
     while groups:
         group = groups.pop()
         if mesh.backend == "nccl":
-            group.abort()
+            abort_group(group, mesh.device_mesh.device_type)
         dist.destroy_process_group(group)
 
 
@@ -260,7 +263,7 @@ def _create_mesh(
             present[fused] = dataclasses.replace(present[parts[0]], name=fused)
         elif parts:
             present[fused] = _create_axis(ranks, names, fused, parts, prefix)[1]
-    return StorageMesh(prefix, device_mesh, MappingProxyType(present), dist.get_backend(groups[0]))
+    return StorageMesh(prefix, device_mesh, MappingProxyType(present), _backend_name(device_type, groups[0]))
 
 
 def _create_axis(
@@ -298,15 +301,30 @@ def _new_group(row: list[int], rank: int, axis: str) -> dist.ProcessGroup | None
     return group if rank in row else None
 
 
-def _start_process_group(world: int, device_type: str) -> None:
+def _start_process_group(world: int, backend: str) -> None:
     if world == 1 and "RANK" not in os.environ:
-        dist.init_process_group(_backend(device_type), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    dist.init_process_group(_backend(device_type))
+    dist.init_process_group(backend)
 
 
-def _backend(device_type: str) -> str:
-    return "nccl" if device_type == "cuda" else "gloo"
+def _backend(device_type: str, offload: bool) -> str:
+    if device_type != "cuda":
+        return "gloo"
+    return BOTH if offload else "nccl"
+
+
+def _backend_name(device_type: str, group: dist.ProcessGroup) -> str:
+    return backend_of(device_type, group) or dist.get_backend(group)
+
+
+def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """Which backend communicates tensors of a device, in a group or in the default one; None for none.
+
+    The name of a group with several, `dist.get_backend`, is that of none of them.
+    """
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}.get(device_type)
 
 
 def _spell(sizes: Mapping[str, int], names: tuple[str, ...]) -> str:

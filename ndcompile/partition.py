@@ -1,7 +1,8 @@
 """Partition the joint graph into forward and backward, and keep both for inspection.
 
 Weights of `free_full_weight` modules are gathered again in backward: everything between the stored shard and the matrix
-product (all-gather, wait, views) is tagged to be recomputed, so that the shard is saved instead of the full weight.
+product (all-gather, wait, views) is tagged to be recomputed, so that the shard is saved instead of the full weight. A
+shard in host memory is copied to the device again, also where nothing gathers it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ndcompile.host_copies import COPIED
 from ndcompile.torch_private import (
     CustomPartitionerFn,
     get_hash_for_files,
@@ -25,7 +27,8 @@ from ndcompile.torch_private import (
 )
 
 LOWERING_SOURCES = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("chunked_loss", "partition", "random_ops", "redistribute")
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute")
 )
 
 aten = torch.ops.aten
@@ -114,15 +117,18 @@ def count_collectives(gm: fx.GraphModule) -> Counter[str]:
 
 
 def tag_regathered_weights(joint: fx.GraphModule) -> int:
-    """Mark the chain of every `free_full_weight` gather MUST_RECOMPUTE; returns the number of gathers."""
+    """Mark the chain of every `free_full_weight` gather, and copy from the host, MUST_RECOMPUTE; returns the number of
+    gathers."""
     chain: set[fx.Node] = set()
     gathers = 0
     for node in joint.graph.nodes:
-        starts = node.target is collectives.all_gather_into_tensor.default and _is_regathered(node)
+        gathered = node.target is collectives.all_gather_into_tensor.default
+        starts = (gathered or node.target is COPIED) and _is_regathered(node)
         if starts:
-            gathers += 1
+            gathers += gathered
             chain.update(_back_to_shard(node))
-        if starts or (node.target in LAYOUT_OPS and node.all_input_nodes and chain.issuperset(node.all_input_nodes)):
+        follows = node.target in LAYOUT_OPS or "unshard" in (node.meta.get("custom") or {})
+        if starts or (follows and node.all_input_nodes and chain.issuperset(node.all_input_nodes)):
             chain.add(node)
     for node in chain:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -131,7 +137,7 @@ def tag_regathered_weights(joint: fx.GraphModule) -> int:
 
 
 def _is_regathered(node: fx.Node) -> bool:
-    return node.meta.get("custom", {}).get("unshard") == "free_full_weight" and _back_to_shard(node) is not None
+    return node.meta.get("custom", {}).get("unshard") == "free_full_weight"
 
 
 def _back_to_shard(node: fx.Node) -> list[fx.Node]:

@@ -24,6 +24,7 @@ class PassContext:
     verify: what happens to a graph that is not proven, see `ndcompile.proof.check`.
     layers: FQNs of the layers that could be recomputed, in order. memory_budget: bytes that forward may save, if given.
     agree_on_recompute: what the ranks make of this one's choice.
+    offloads: parameters live in host memory, see `ndcompile.host_copies`.
     whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
@@ -38,6 +39,7 @@ class PassContext:
     layers: tuple[str, ...] = ()
     memory_budget: int | None = None
     agree_on_recompute: Callable[[Choice], Stages] = alone
+    offloads: bool = False
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""
@@ -47,7 +49,13 @@ class PassContext:
     def mean(self) -> str:
         return self.mesh.mean
 
-    def fake(self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
-        """A fake tensor on the mesh's device."""
+    def fake(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """A fake tensor, on the mesh's device unless another is given."""
         with self.fake_mode:
-            return torch.empty(shape, dtype=dtype, device=self.mesh.device).requires_grad_(requires_grad)
+            return torch.empty(shape, dtype=dtype, device=device or self.mesh.device).requires_grad_(requires_grad)

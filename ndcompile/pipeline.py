@@ -16,6 +16,7 @@ from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.passes.hold_gradients import hold_gradients
 from ndcompile.passes.merge_boundaries import merge_boundaries
+from ndcompile.passes.offload_parameters import offload_parameters
 from ndcompile.passes.reduce_auxiliary_loss import reduce_auxiliary_loss
 from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.passes.seed_random_ops import seed_random_ops
@@ -42,6 +43,7 @@ PASSES: tuple[Pass, ...] = (
     seed_random_ops,
     checkpoint_layers,
     unshard_parameters,
+    offload_parameters,
     hold_gradients,
     fit_memory_budget,
 )
@@ -49,7 +51,7 @@ PASSES: tuple[Pass, ...] = (
 PROVEN_FROM: Pass = complete_boundaries
 """The first pass behind which the graph is proven: statistics are reduced, and missing gradient sums are there."""
 
-REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "hold_gradients"})
+REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "offload_parameters", "hold_gradients"})
 """Passes without which the graph would not compute the model."""
 
 

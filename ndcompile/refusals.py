@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import UnsupportedError
+from ndcompile.mesh import BOTH, backend_of
+
+_logger = logging.getLogger("ndcompile.offload")
 
 METHODS = {
     "__reduce_ex__": "A compiled model cannot be copied or pickled. Copy the model before ndcompile.compile; save its "
@@ -118,12 +123,25 @@ def check_optimizers(model: nn.Module) -> None:
             )
 
 
-def check_options(config: DistributedConfig) -> None:
-    """Raises UnsupportedError for options of DistributedConfig that are not implemented yet."""
-    if config.fsdp_cpu_offload:
+def check_offload(config: DistributedConfig, device_type: str, cuda_graphs: bool) -> None:
+    """What `fsdp_cpu_offload` needs on a mesh of this device, which is asked before any collective.
+
+    Raises UnsupportedError, on every rank: torch's `clip_grad_norm_`, `full_tensor` and DCP communicate parameters and
+    gradients where these are, so groups need a backend for host memory; a CUDA graph replays no copy on another stream
+    from memory that an optimizer of the host writes.
+    """
+    if not config.fsdp_cpu_offload:
+        return
+    if device_type == "cpu":
+        _logger.info("fsdp_cpu_offload changes nothing on a mesh of CPUs: parameters are in host memory already.")
+        return
+    if cuda_graphs:
+        raise UnsupportedError("cuda_graphs=True cannot record the copies of fsdp_cpu_offload. Leave one of them off.")
+    if backend_of("cpu") is None:
         raise UnsupportedError(
-            "fsdp_cpu_offload=True is not supported yet. Leave it off: shard over more ranks (fsdp_size), or "
-            "keep less for backward with memory_budget=."
+            f"fsdp_cpu_offload keeps parameters and gradients in host memory, but the process group communicates by "
+            f"{dist.get_backend_config()!r}, which has no backend for it (clip_grad_norm_, full_tensor and DCP need "
+            f'one). Start it with torch.distributed.init_process_group("{BOTH}").'
         )
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import fx
 
-from ndcompile import collective_chains, exchanges, host_reads, matmul_scatter, repetition, sequence_products
+from ndcompile import (
+    collective_chains,
+    exchanges,
+    host_copies,
+    host_reads,
+    matmul_scatter,
+    repetition,
+    sequence_products,
+)
 from ndcompile.passes import bucket_collectives as bucket
 from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
@@ -29,7 +37,7 @@ SCHEDULING: Mapping[str, Callable[..., None]] = {
 }
 """Name of a pass -> the pass, in order."""
 
-HELPERS = (collective_chains, exchanges, host_reads, matmul_scatter, repetition, sequence_products)
+HELPERS = (collective_chains, exchanges, host_copies, host_reads, matmul_scatter, repetition, sequence_products)
 SOURCES = tuple(str(Path(str(module.__file__))) for module in (*HELPERS, pipeline, bucket, dispatch, overlap, reuse))
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}

@@ -104,6 +104,7 @@ class ShardingPlan:
 
     local_counts: FQNs of the integer attributes of which a rank's code sees its share, see `own_rules`.
     repairs: of the model's own tp_plan.
+    cpu_offload: parameters, gradients and thus optimizer state live in host memory.
     """
 
     model: str
@@ -115,6 +116,7 @@ class ShardingPlan:
     sequence_parallel: bool = False
     local_counts: tuple[str, ...] = ()
     repairs: tuple[Repair, ...] = ()
+    cpu_offload: bool = False
 
     @cached_property
     def by_name(self) -> dict[str, ParameterPlan]:
@@ -166,7 +168,17 @@ def build_plan(
     counts = local_counts(model, config.tp_plan, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
     by_sequence = bool(config.enable_sequence_parallel) and sizes["tp"] > 1
-    return ShardingPlan(type(model).__name__, dict(sizes), parameters, modules, mixed, experts, by_sequence, counts)
+    return ShardingPlan(
+        type(model).__name__,
+        dict(sizes),
+        parameters,
+        modules,
+        mixed,
+        experts,
+        by_sequence,
+        counts,
+        cpu_offload=bool(config.fsdp_cpu_offload),
+    )
 
 
 def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:

@@ -44,7 +44,8 @@ def agree_before_binding(
 
     Raises AgreementError on every rank, with the tensor and the ranks that differ.
     """
-    agreement.same("plan", [plan.model, *map(_describe, plan.parameters)], "the model or its sharding plan")
+    lines = [plan.model, f"cpu_offload {plan.cpu_offload}", *map(_describe, plan.parameters)]
+    agreement.same("plan", lines, "the model or its sharding plan")
     sources = agreement.exchange("weights/source", READ if from_checkpoint else "real" if weights else META)
     if len(set(sources)) > 1:
         raise AgreementError(

@@ -1,19 +1,22 @@
 """Stored parameters: DTensors on the storage mesh over buffers that are padded to the largest shard.
 
 The optimizer, `state_dict` and DCP see DTensors with plain placements. The graph takes the padded local buffers, whose
-shapes are the same on every rank; where sizes divide, buffer and local tensor are one.
+shapes are the same on every rank; where sizes divide, buffer and local tensor are one. With offload they are in pinned
+host memory, and so are the local tensors of gradients: the mesh of a DTensor says where its ranks are, not its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ndcompile.errors import NdcompileError, UnsupportedError
+from ndcompile.host_copies import HOST, finish, host_memory
 from ndcompile.layout import local_shape, narrow
 from ndcompile.mesh import StorageMesh
 from ndcompile.packed import of_placements
@@ -44,6 +47,8 @@ class ParameterStore:
         """
         self.half_loaded = False
         self.mesh = mesh
+        self.pinned = plan.cpu_offload and mesh.device.type != "cpu"
+        self.device = HOST if self.pinned else mesh.device
         modules = dict(model.named_modules())
         self.tree = [
             (fqn, modules[fqn.rpartition(".")[0]], fqn.rpartition(".")[2], module)
@@ -100,12 +105,18 @@ class ParameterStore:
         if not slot.local.is_meta:
             return
         padded = slot.local.shape != slot.entry.storage_shape
-        create = torch.zeros if padded else torch.empty  # a pass over memory that is read into right after
-        buffer = create(slot.entry.storage_shape, dtype=slot.local.dtype, device=self.mesh.device)
+        buffer = self._memory(slot.entry, slot.local.dtype, zeros=padded)  # zeros: a pass over memory that is read into
         local = self._without_padding(slot.entry, buffer)
-        replacement = nn.Parameter(self._wrap(slot.entry, local), requires_grad=slot.parameter.requires_grad)
+        described = self._wrap(slot.entry, torch.empty_like(local, device="meta"))
+        replacement = nn.Parameter(_like(described, local), requires_grad=slot.parameter.requires_grad)
         torch.utils.swap_tensors(slot.parameter, replacement)
         slot.buffer, slot.local = buffer, slot.parameter._local_tensor  # type: ignore[attr-defined]
+
+    def _memory(self, entry: ParameterPlan, dtype: torch.dtype, zeros: bool) -> Tensor:
+        """A new buffer for a parameter."""
+        if self.pinned:
+            return host_memory(tuple(entry.storage_shape), dtype, pinned=True, zeros=zeros)
+        return (torch.zeros if zeros else torch.empty)(entry.storage_shape, dtype=dtype, device=self.device)
 
     def current(self) -> None:
         """Check that the model still holds these parameters, and follow what changed in a way that can be followed.
@@ -133,13 +144,13 @@ class ParameterStore:
     def _follow(self, slot: Slot, local: Tensor) -> None:
         """`.data`, `.to(dtype)` and the like gave the parameter another local tensor: build its buffer again."""
         shape = local_shape(slot.entry.shape, *self.layout(slot.entry))
-        if local.shape != shape or local.device.type != self.mesh.device.type:
+        if local.shape != shape or local.device.type != self.device.type:
             raise UnsupportedError(
                 f"Parameter {slot.entry.fqn!r} now has a local tensor of shape {tuple(local.shape)} on {local.device}; "
-                f"the compiled model needs {tuple(shape)} on {self.mesh.device}. Compile again after the change."
+                f"the compiled model needs {tuple(shape)} on {self.device}. Compile again after the change."
             )
-        if local.shape != slot.entry.storage_shape:
-            buffer = torch.zeros(slot.entry.storage_shape, dtype=local.dtype, device=local.device)
+        if local.shape != slot.entry.storage_shape or self.pinned:
+            buffer = self._memory(slot.entry, local.dtype, zeros=True)
             view = self._without_padding(slot.entry, buffer)
             with torch.no_grad():
                 view.copy_(local)
@@ -164,15 +175,21 @@ class ParameterStore:
         arrived: called in backward before they do.
         """
         if torch.is_grad_enabled() and any(slot.parameter.requires_grad for slot in self.slots):
-            return list(_ToLocal.apply(self.slots, arrived, *(slot.parameter for slot in self.slots)))
+            return list(_ToLocal.apply(self.slots, partial(self._arrived, arrived), *(s.parameter for s in self.slots)))
         return [slot.buffer.detach() for slot in self.slots]
+
+    def _arrived(self, arrived: Callable[[], None] | None) -> None:
+        if arrived is not None:
+            arrived()
+        if self.pinned:
+            finish(self.mesh.device)
 
 
 class _ToLocal(torch.autograd.Function):
     """One autograd node from all DTensor parameters to their local buffers."""
 
     @staticmethod
-    def forward(ctx, slots: list[Slot], arrived: Callable[[], None] | None, *parameters: nn.Parameter):
+    def forward(ctx, slots: list[Slot], arrived: Callable[[], None], *parameters: nn.Parameter):
         ctx.slots, ctx.arrived = slots, arrived
         local = tuple(slot.buffer.detach() for slot in slots)
         ctx.mark_non_differentiable(
@@ -183,8 +200,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
-        if ctx.arrived is not None:
-            ctx.arrived()
+        ctx.arrived()
         return None, None, *(_to_dtensor(slot, grad) for slot, grad in zip(ctx.slots, grads, strict=True))
 
 
@@ -193,5 +209,13 @@ def _to_dtensor(slot: Slot, grad: Tensor | None) -> DTensor | None:
         return None
     if grad.shape != slot.local.shape:
         grad = narrow(grad, [0] * grad.ndim, slot.local.shape)
-    # The constructor with a ready spec: from_local costs 15 times as much (61 against 4 microseconds).
-    return type(slot.parameter)(grad, slot.parameter._spec, requires_grad=False)  # type: ignore
+    return _like(slot.parameter, grad)
+
+
+def _like(tensor: Tensor, local: Tensor) -> DTensor:
+    """A DTensor with shape and placements of another one, `tensor`, around `local`.
+
+    The constructor with a ready spec: from_local would move `local` to the mesh's device, and costs 15 times as much
+    (61 against 4 microseconds).
+    """
+    return type(tensor)(local, tensor._spec, requires_grad=False)  # type: ignore

@@ -81,6 +81,11 @@ except ImportError:  # torch 2.11 always asks for an offset too
     NO_OFFSETS = object()
 
 
+def abort_group(group: dist.ProcessGroup, device_type: str) -> None:
+    """Abort what a group does with tensors of a device. Its own `abort` asks all backends, of which not all can."""
+    group._get_backend(torch.device(device_type)).abort()
+
+
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh as rank 0 sees it, of which only names and shape can be asked: it has no process groups."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
@@ -432,6 +437,7 @@ __all__ = [
     "ShapeEnv",
     "StridedShard",
     "TracingContext",
+    "abort_group",
     "aot_autograd",
     "as_called_from_python",
     "autograd_function_of",

@@ -13,6 +13,7 @@ from ndcompile.accumulation import HOLD, REDUCED
 from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import VerifyError
 from ndcompile.graph_input import HELD, GraphInput
+from ndcompile.host_copies import HOST, to_device
 from ndcompile.opaque import is_opaque
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.complete_boundaries import unreduced_inputs
@@ -42,7 +43,7 @@ def verify(graph: fx.Graph, context: PassContext, facts: Collection[Check] | Non
 SEEDED = {dropout_op: 2, attention_op: 7}
 """Random operators, and which argument is their seed."""
 
-GRADIENT_NODES = (unshard, average_gradient, divide_gradient)
+GRADIENT_NODES = (to_device, unshard, average_gradient, divide_gradient)
 """What stands between a stored parameter and its uses."""
 
 
@@ -146,7 +147,7 @@ def check_parameters(graph: fx.Graph, context: PassContext) -> None:
     for placeholder, entry in _parameters(graph, context):
         chain = _chain(placeholder)
         divided = [node.args[1] for node in chain if node.target is divide_gradient]
-        averaged: list[Any] = [node.args[1] for node in chain if node.target is not divide_gradient]
+        averaged: list[Any] = [node.args[1] for node in chain if node.target in MEANS]
         axes = {axis.group for name in entry.data_axes if (axis := context.axis(name)) is not None}
         trained = placeholder.meta["differentiable"]
         if trained and (len(averaged) != len(set(averaged)) or set(averaged) != axes):
@@ -199,11 +200,24 @@ MEANS = {unshard: 6, average_gradient: 3}
 """Nodes that average a gradient, and which argument says how the group takes the mean."""
 
 
+def check_offloaded(graph: fx.Graph, context: PassContext) -> None:
+    """Parameters in host memory are copied to the mesh's device once, first of all; others are there."""
+    for placeholder, entry in _parameters(graph, context):
+        place, device = placeholder.meta["val"].device, context.mesh.device
+        found = [user.args[1] if user.target is to_device else user.name for user in placeholder.users]
+        copied = [each for each in found if isinstance(each, torch.device)]
+        if (place != HOST or found != [device]) if context.offloads else copied:
+            raise VerifyError(
+                f"Parameter {entry.fqn!r} is on {place} and used by {found}, but with offload={context.offloads} it "
+                f"must be {f'on the host and copied once to {device}' if context.offloads else 'copied nowhere'}."
+            )
+
+
 def check_held_gradients(graph: fx.Graph, context: PassContext) -> None:
     """Gradients that the ranks reduce are held, or added to those held before, as `context.gradients` says."""
     for placeholder, entry in _parameters(graph, context):
         chain = _chain(placeholder)
-        if placeholder.meta["differentiable"] and any(node.target is not divide_gradient for node in chain):
+        if placeholder.meta["differentiable"] and any(node.target in MEANS for node in chain):
             check_held(chain[-1], entry.fqn, context.gradients)
 
 
@@ -268,10 +282,19 @@ FACTS: Mapping[str, tuple[Check, ...]] = {
     "reduce_auxiliary_loss": (check_auxiliary_loss,),
     "seed_random_ops": (check_seeds,),
     "unshard_parameters": (check_parameters,),
+    "offload_parameters": (check_offloaded,),
     "hold_gradients": (check_held_gradients,),
 }
 """Name of a pass -> what holds behind it, and behind every later pass."""
-FINISHED = (check_groups, check_types, check_opaque, check_seeds, check_parameters, check_held_gradients)
+FINISHED = (
+    check_groups,
+    check_types,
+    check_opaque,
+    check_seeds,
+    check_parameters,
+    check_offloaded,
+    check_held_gradients,
+)
 """What holds of every finished graph, whichever passes ran."""
 
 

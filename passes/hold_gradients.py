@@ -25,10 +25,12 @@ from torch import fx
 
 from ndcompile.accumulation import HOLD, REDUCED, holder
 from ndcompile.graph_input import HELD, PARAMETER, GraphInput
+from ndcompile.host_copies import to_device
 from ndcompile.pass_context import PassContext
 from ndcompile.redistribute import average_gradient, divide_gradient, hold_gradient, unshard
 
-CHAIN = (divide_gradient, average_gradient, unshard)
+CHAIN = (to_device, divide_gradient, average_gradient, unshard)
+REDUCE = (average_gradient, unshard)
 
 
 def hold_gradients(graph: fx.Graph, context: PassContext) -> None:
@@ -39,7 +41,7 @@ def hold_gradients(graph: fx.Graph, context: PassContext) -> None:
         if placeholder.meta["input"].kind != PARAMETER or not placeholder.meta["differentiable"]:
             continue
         chain = _chain(placeholder)
-        reducing = [node for node in chain if node.target is not divide_gradient]
+        reducing = [node for node in chain if node.target in REDUCE]
         if not reducing or not chain[-1].users:
             continue
         if context.gradients == HOLD:

@@ -8,11 +8,16 @@ After:   g0 = all_gather(p0);  g1 = all_gather(p1);  w0 = wait(g0);  y0 = mm(x, 
 Before:  d1 = wait(reduce_scatter(g1));  g0 = mm(x, y0);  d0 = wait(reduce_scatter(g0));  return d0, d1
 After:   r1 = reduce_scatter(g1);  g0 = mm(x, y0);  r0 = reduce_scatter(g0);  d1 = wait(r1);  d0 = wait(r0);  ...
 
+Before:  s0 = copied(copy_to_device(p0));  g0 = all_gather(s0);  s1 = copied(copy_to_device(p1));  g1 = all_gather(s1)
+After:   c0 = copy_to_device(p0);  s0 = copied(c0);  g0 = all_gather(s0);  c1 = copy_to_device(p1);  s1 = copied(c1)
+
 A device runs a collective once what was launched before it is done. So the next gather starts where the current weight
 is first used, and runs beside that product. How far ahead is a number of bytes: the new order is a function of the
 graph and of the sizes of parameters, alike on all ranks whatever the lengths of their sequences, and it takes one walk
-over the graph. (Inductor's `reorder_for_compute_comm_overlap` chooses by estimated run times instead, does not run in
-its deterministic mode, and its time to compile grows with the square of the number of layers: see docs/speed.md.)
+over the graph. A copy from host memory starts one gather ahead of its own: what is computed would wait, in front of a
+gather, for the copy that it sends. (Inductor's `reorder_for_compute_comm_overlap` chooses by estimated run times,
+does not run in its deterministic mode, and its time to compile grows with the square of the number of layers: see
+docs/speed.md.)
 """
 
 from __future__ import annotations
@@ -21,7 +26,14 @@ from collections import deque
 
 from torch import fx
 
-from ndcompile.collective_chains import WAIT, Chain, gradient_reductions, weight_gathers
+from ndcompile.collective_chains import (
+    WAIT,
+    Chain,
+    by_first_use,
+    gradient_reductions,
+    weight_copies,
+    weight_gathers,
+)
 
 AHEAD = 512 * 2**20
 """Bytes of whole weights that are gathered before their turn, and of whole gradients that are being reduced; at least
@@ -30,7 +42,9 @@ one of each. A product of 8,192 tokens takes about three times as long as the ga
 
 def overlap_communication(graph: fx.Graph) -> None:
     """Put the nodes of the graph in the new order."""
-    order = _Order(weight_gathers(graph), gradient_reductions(graph))
+    gathers = weight_gathers(graph)
+    weights = by_first_use(graph, gathers + weight_copies(graph, gathers))
+    order = _Order(weights, gradient_reductions(graph))
     for node in graph.nodes:
         if node.op != "output":
             order.visit(node)
@@ -47,7 +61,7 @@ class _Order:
         self.nodes: dict[fx.Node, None] = {}
         self.gathers = gathers
         self.gather_of = {node: at for at, g in enumerate(gathers) for node in (*g.before, g.start, *g.after)}
-        self.started = 0
+        self.started = self.copied = 0
         self.waited: set[int] = set()
         self.reductions = {chain.start: chain for chain in reductions}
         self.reduced = {node for chain in reductions for node in chain.after}
@@ -81,12 +95,21 @@ class _Order:
             chain = self.gathers[self.started]
             self._place([*chain.before, chain.start])
             self.started += 1
+        while self.copied < len(self.gathers) and self._may_copy():
+            self._place(self.gathers[self.copied].copies)
+            self.copied += 1
         self._place(self.gathers[at].after)
 
     def _may_start(self) -> bool:
         """Whether one more gather fits into the bytes ahead."""
         ahead = [self.gathers[i].size for i in range(self.started) if i not in self.waited]
         return not ahead or sum(ahead) + self.gathers[self.started].size <= AHEAD
+
+    def _may_copy(self) -> bool:
+        """Whether one more shard may be copied ahead of its gather: at least one, and as many bytes of weights as are
+        gathered ahead."""
+        ahead = [self.gathers[i].size for i in range(self.started, self.copied)]
+        return not ahead or sum(ahead) + self.gathers[self.copied].size <= AHEAD
 
     def _under_way(self, after: list[fx.Node], size: int) -> None:
         self.under_way.append((after, size))

@@ -125,8 +125,7 @@ def _takes_all(node: fx.Node) -> bool:
     """Whether a node is `x[:]`, which a capture with symbolic sizes keeps: no slice of a shard either."""
     if node.target is not aten.slice.Tensor or node.kwargs:
         return False
-    start, end, step = (*node.args[2:], *(None, None, None)[len(node.args) - 2 :])
-    return start in (None, 0) and (end is None or end == sys.maxsize) and step in (None, 1)
+    return node.args[2:] in ((), (0,), (0, sys.maxsize), (0, sys.maxsize, 1))
 
 
 def _continues(node: fx.Node, region: dict[fx.Node, None], excluded: set[fx.Node]) -> bool:

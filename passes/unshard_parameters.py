@@ -34,14 +34,14 @@ from ndcompile.sharding_plan import ParameterPlan
 def unshard_parameters(graph: fx.Graph, context: PassContext) -> None:
     """Insert the chain behind every parameter placeholder that the data axes touch."""
     position = {node: number for number, node in enumerate(graph.nodes)}
-    outside = _outside_no_grad(graph)
+    outside = outside_no_grad(graph)
     for placeholder in graph.find_nodes(op="placeholder"):
         if placeholder.meta["input"].kind == "parameter" and placeholder.users:
             first_use = min(placeholder.users, key=position.__getitem__)
             _unshard(graph, placeholder, outside.get(first_use, first_use), context)
 
 
-def _outside_no_grad(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def outside_no_grad(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Nodes of no_grad regions, each with the node that begins its region: a weight gathered behind that one would have
     no gradient from uses outside of it."""
     begin, found = None, {}

@@ -8,6 +8,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from ndcompile.collective_chains import GATHER, collectives
+from ndcompile.host_copies import BACK, COPIED, COPY, HOST
 from ndcompile.passes import reuse_layers
 from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication
@@ -37,8 +38,14 @@ class Graph:
             node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
         return node
 
-    def weight(self, name: str, mib: float, group: str = "fsdp", dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+    def copy(self, name: str, shard: fx.Node) -> fx.Node:
+        return self.call(f"copied_{name}", COPIED, self.call(f"copy_{name}", COPY, shard, HOST))
+
+    def weight(
+        self, name: str, mib: float, group: str = "fsdp", dtype: torch.dtype = torch.bfloat16, on_host: bool = False
+    ) -> fx.Node:
         shard = self.input(f"shard_{name}", mib / RANKS, dtype)
+        shard = self.copy(name, shard) if on_host else shard
         start = self.call(f"gather_{name}", collectives.all_gather_into_tensor.default, shard, RANKS, group)
         start.meta["custom"] = {"unshard": "free_full_weight"}
         return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
@@ -56,12 +63,12 @@ class Graph:
         return [node.name for node in self.graph.nodes if node.op == "call_function"]
 
 
-def forward(sizes: dict[str, float]) -> Graph:
-    """x @ w_a @ w_b ..., every weight gathered at its use."""
+def forward(sizes: dict[str, float], on_host: bool = False) -> Graph:
+    """x @ w_a @ w_b ..., every weight gathered at its use, from a shard in host memory if asked for."""
     g = Graph()
     x = g.input("x", 2)
     for name, mib in sizes.items():
-        weight = g.weight(name, mib)
+        weight = g.weight(name, mib, on_host=on_host)
         x = g.use(f"use_{name}", x, g.call(f"part_{name}", torch.ops.aten.slice.Tensor, weight, 0, 0, 1024))
     g.graph.output((x,))
     return g
@@ -90,6 +97,45 @@ def test_the_next_gather_starts_before_the_wait_for_the_current_weight():
     g = forward({"a": 300, "b": 300})
     overlap_communication(g.graph)
     assert g.names() == ["gather_a", "gather_b", "wait_a", "part_a", "use_a", "wait_b", "part_b", "use_b"]
+
+
+def test_a_copy_from_the_host_starts_one_gather_ahead_of_its_own():
+    g = forward({"a": 2048, "b": 2048, "c": 2048, "d": 2048}, on_host=True)
+    overlap_communication(g.graph)
+    starts = [name for name in g.names() if name.startswith(("copy", "gather", "use"))]
+    assert starts[:4] == ["copy_a", "gather_a", "copy_b", "gather_b"]
+    assert starts[4:] == ["copy_c", "use_a", "gather_c", "copy_d", "use_b", "gather_d", "use_c", "use_d"]
+
+
+def test_a_weight_that_nothing_gathers_is_copied_ahead():
+    g = Graph()
+    x = g.input("x", 2)
+    for name in "abc":
+        weight = g.copy(name, g.input(f"weight_{name}", 2048))
+        x = g.use(f"use_{name}", x, g.call(f"part_{name}", torch.ops.aten.slice.Tensor, weight, 0, 0, 1024))
+    g.graph.output((x,))
+    overlap_communication(g.graph)
+    moved = [name for name in g.names() if not name.startswith("part")]
+    assert moved == ["copy_a", "copy_b", "copy_c", "copied_a", "use_a", "copied_b", "use_b", "copied_c", "use_c"]
+
+
+def test_a_reduced_gradient_is_copied_to_the_host_when_it_is_waited_for():
+    g = Graph()
+    results = [g.call(f"back_{name}", BACK, g.gradient(name, 2048)) for name in "ab"]
+    g.graph.output(tuple(results))
+    overlap_communication(g.graph)
+    assert g.names() == [
+        *("grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "back_a"),
+        *("wait_b", "back_b"),
+    ]
+
+
+def test_copied_shards_are_gathered_in_one_bucket():
+    g = forward({"a": 2, "b": 2}, on_host=True)
+    bucket_collectives(g.graph)
+    gathers = g.graph.find_nodes(op="call_function", target=collectives.all_gather_into_tensor.default)
+    copies = [name for name in g.names() if name.startswith("cop")]
+    assert (len(gathers), copies) == (1, ["copy_a", "copied_a", "copy_b", "copied_b"])
 
 
 def test_gathers_ahead_are_bounded_in_bytes():

@@ -66,7 +66,6 @@ def test_compiling_twice_is_refused(model):
 @pytest.mark.parametrize(
     ("option", "error", "sentence"),
     [
-        ({"fsdp_cpu_offload": True, "fsdp_size": 1}, UnsupportedError, "fsdp_cpu_offload=True is not supported yet"),
         ({"pp_size": 2}, MeshError, "pp_size=2: pipeline parallelism is not supported"),
     ],
 )  # fmt: skip

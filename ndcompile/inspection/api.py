@@ -30,7 +30,7 @@ from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
 from ndcompile.plan_table import exchange_lines
-from ndcompile.refusals import check_model, check_options
+from ndcompile.refusals import check_model
 from ndcompile.shadow import copy_without_weights
 
 
@@ -129,7 +129,6 @@ def plan(
     built = model_of(model)
     check_model(built)
     config = _config(built, distributed_config)
-    check_options(config)
     sizes = _sizes(config, world_size)
     config = with_derived_plan(built, config, sizes["tp"])
     built = copy_without_weights(built)
@@ -230,7 +229,7 @@ def _time(model: PreTrainedModel, traced: Traced, rates: Rates) -> TimeEstimate:
         traced.backward.graph,
         traced.mesh.axes,
         rates,
-        optimizer_bytes=ADAMW_PASSES * sum(map(stored_bytes, trained)),
+        optimizer_bytes=0 if traced.plan.cpu_offload else ADAMW_PASSES * sum(map(stored_bytes, trained)),
         size=traced.size,
         times=traced.times,
         filled=filled_rows(traced.plan.experts, top_k),
@@ -244,6 +243,11 @@ def _storage(traced: Traced) -> Mapping[str, int]:
 
 def _notes(traced: Traced) -> tuple[str, ...]:
     notes = [f"Repaired: {repair}." for repair in traced.plan.repairs]
+    if traced.plan.cpu_offload:
+        notes.append(
+            "fsdp_cpu_offload: parameters, gradients and moments are in host memory. The times of copies and of an "
+            "optimizer that runs there are not estimated."
+        )
     notes += [f"Not counted in the figures: {line}" for line in traced.opaque]
     if traced.rows:
         notes.append("Numbers of rows that depend on routing are those of even routing: every expert equally often.")

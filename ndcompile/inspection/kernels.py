@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from ndcompile.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
+from ndcompile.host_copies import BACK, COPY
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.trace import module_of
 from ndcompile.saved_activations import is_view
@@ -229,9 +230,8 @@ class _Traffic:
 
 def _runs(node: fx.Node) -> bool:
     """Whether a node is a kernel on the device, or part of one."""
-    return bool(
-        node.op == "call_function" and tensors(node.meta.get("val")) and not is_view(node) and not is_collective(node)
-    )
+    moves = is_view(node) or is_collective(node) or node.target in (COPY, BACK)
+    return bool(node.op == "call_function" and tensors(node.meta.get("val")) and not moves)
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import fx
 
+from ndcompile.host_copies import BACK, COPY
 from ndcompile.inspection.report import Figure
 from ndcompile.inspection.storages import Storages
 from ndcompile.inspection.trace import Traced, module_of
@@ -22,25 +23,30 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of one rank. copied: to the device and back in a step, where states live in host memory; else None."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     peak: int
+    copied: tuple[int, int] | None = None
 
     def figures(self, optimizer_dtype: torch.dtype | None) -> tuple[Figure, ...]:
         """The numbers with their formulas."""
         kind = "the parameter's dtype" if optimizer_dtype is None else _spell(optimizer_dtype)
+        on_host = "" if self.copied is None else "in host memory: "
+        states = "parameters + optimizer + " if self.copied is None else ""
         return (
-            Figure("parameters", self.parameters, "sum of local shape x bytes of the dtype, padding included"),
-            Figure("gradients", self.gradients, "the same over the parameters that are trained"),
+            Figure(
+                "parameters", self.parameters, f"{on_host}sum of local shape x bytes of the dtype, padding included"
+            ),
+            Figure("gradients", self.gradients, f"{on_host}the same over the parameters that are trained"),
             Figure(
                 "optimizer",
                 self.optimizer,
-                f"AdamW: {MOMENTS} x local shape x bytes of {kind}, over the parameters that are trained; step counts "
-                "(4 bytes a tensor) left out",
+                f"{on_host}AdamW: {MOMENTS} x local shape x bytes of {kind}, over the parameters that are trained; "
+                "step counts (4 bytes a tensor) left out",
             ),
             Figure(
                 "activations",
@@ -51,11 +57,17 @@ class Memory:
             Figure(
                 "peak",
                 self.peak,
-                "parameters + optimizer + the largest sum of what is alive at a node of the forward or the backward "
+                f"{states}the largest sum of what is alive at a node of the forward or the backward "
                 "graph: activations, outputs, gradients so far, values that one kernel writes and another reads (fused "
                 "operators keep theirs), gathered weights from their first use to their last",
             ),
+            *self._copies(),
         )
+
+    def _copies(self) -> Iterable[Figure]:
+        if self.copied is not None:
+            yield Figure("copied to the device", self.copied[0], "shards of a step: in forward, and again in backward")
+            yield Figure("copied to the host", self.copied[1], "reduced gradients of a step")
 
 
 def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory:
@@ -66,13 +78,21 @@ def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory
     forward, backward = Storages(traced.forward.graph), Storages(traced.backward.graph)
     saved = saved_activations(traced.forward.graph, traced.backward.graph)
     alive = max(_forward_peak(traced, forward), _backward_peak(traced, backward, saved))
+    offloads = traced.plan.cpu_offload
     return Memory(
         parameters=parameters,
         gradients=sum(stored_bytes(p) for p in trained),
         optimizer=optimizer,
         activations=sum(_bytes(traced, node) * traced.times(node) for node in saved.values()),
-        peak=parameters + optimizer + alive,
+        peak=alive + (0 if offloads else parameters + optimizer),
+        copied=(_copied(traced, COPY), _copied(traced, BACK)) if offloads else None,
     )
+
+
+def _copied(traced: Traced, kind: object) -> int:
+    """Bytes of the copies of a step."""
+    nodes = [node for gm in (traced.forward, traced.backward) for node in gm.graph.nodes if node.target is kind]
+    return sum(_bytes(traced, node) * traced.times(node) for node in nodes)
 
 
 def stored_bytes(entry: ParameterPlan, dtype: torch.dtype | None = None) -> int:
@@ -113,7 +133,7 @@ class _Life:
 
 
 def _life(traced: Traced, storages: Storages, node: fx.Node, birth: int, holder: fx.Node) -> _Life:
-    nbytes, module = traced.nbytes(holder.meta["val"]), module_of(holder)
+    nbytes, module = 0 if holder.target is BACK else traced.nbytes(holder.meta["val"]), module_of(holder)
     return _Life(nbytes, birth, storages.death[node], traced.stack.index(module), traced.times(holder))
 
 

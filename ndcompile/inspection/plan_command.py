@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--optimizer-dtype", type=_dtype, metavar="DTYPE", help="of AdamW's moments, such as float32")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
     parser.add_argument("--derive", action="store_true", help="derive and print a tp_plan, for a model that has none")
+    parser.add_argument("--cpu-offload", action="store_true", help="keep parameters and moments in host memory")
     parser.add_argument("--memory-budget", metavar="SIZE", help="of activations a rank may save, such as 20GB")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
@@ -86,6 +87,7 @@ def _config(options: argparse.Namespace) -> DistributedConfig:
             fsdp_size=options.fsdp,
             tp_size=options.tp,
             ep_size=options.ep,
+            fsdp_cpu_offload=options.cpu_offload,
             tp_plan=DERIVE if getattr(options, "derive", False) else None,
         )
     except ValueError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from ndcompile.host_copies import COPY
 from ndcompile.inspection.kernels import fuses, name_of
 from ndcompile.saved_activations import is_view, own_part
 
@@ -110,13 +111,13 @@ def _as_run(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _gathers(graph: fx.Graph) -> set[fx.Node]:
-    """Gathers of inputs, and what is made of them alone by views and joins."""
+    """Gathers of inputs, copies of them from the host, and what is made of these alone by views and joins."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not node.all_input_nodes:
             continue
-        begins = node.target is GATHER and _from_input(node.all_input_nodes[0])
-        joins = is_view(node) or name_of(node) == "cat"
+        begins = (node.target is GATHER and _from_input(node.all_input_nodes[0])) or node.target is COPY
+        joins = is_view(node) or name_of(node) in ("cat", "copied")
         if begins or (joins and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found

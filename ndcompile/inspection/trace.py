@@ -170,7 +170,7 @@ def trace(
         whole_graph = without_tp if "tp" in mesh.axes and proven else None
         checkpointed = checkpointed_layers(copied)
         context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
-        context = replace(context, layers=layers_of(copied), memory_budget=memory_budget)
+        context = replace(context, layers=layers_of(copied), memory_budget=memory_budget, offloads=plan.cpu_offload)
         groups = {axis.group: name for name, axis in mesh.axes.items()}
         later = set() if memory_budget is None else {BUDGET}  # it measures the graph that is lowered
         proof = run_passes(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ndcompile.chunked_loss import vocabulary_loss
+from ndcompile.host_copies import to_device
 from ndcompile.opaque import is_opaque
 from ndcompile.proof.problem import Problem
 from ndcompile.proof.use import tensor_of
@@ -30,6 +31,7 @@ MADE_BY: Mapping[str, frozenset[Any]] = {
     "chunk_loss": frozenset([redistribute, vocabulary_loss, aten.div.Tensor, aten.ne.Scalar, aten.sum.default]),
     "seed_random_ops": frozenset([aten.select.int, dropout_op, attention_op]),
     "unshard_parameters": frozenset([unshard, average_gradient, divide_gradient, aten.to.dtype]),
+    "offload_parameters": frozenset([to_device]),
     "hold_gradients": frozenset([hold_gradient]),
 }
 """Name of a pass -> operators of the tensors that it computes; a pass that is not listed makes none."""

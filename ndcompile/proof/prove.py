@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ndcompile.graph_input import COORDINATE, HELD, PARAMETER, SEEDS
+from ndcompile.host_copies import to_device
 from ndcompile.proof.fact import (
     EXCHANGED,
     INVARIANT,
@@ -33,7 +34,7 @@ from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import StridedShard
 from ndcompile.type_inference import moves_over, written_memory
 
-CHAIN = (divide_gradient, average_gradient, unshard)
+CHAIN = (to_device, divide_gradient, average_gradient, unshard)
 """What stands between a stored parameter and its uses."""
 
 

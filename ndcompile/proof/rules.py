@@ -192,7 +192,7 @@ ROWS = (
         "columns are apart, rows need the rank's own index", "w=S(1) ids=I", "F.embedding(ids, w)", "S(2)",
     ),
     Row(
-        "unshard average_gradient divide_gradient hold_gradient", pointwise.same_value,
+        "unshard average_gradient divide_gradient hold_gradient to_device", pointwise.same_value,
         "what data ranks do to a parameter is nothing to tp", "w=S(1) x=S(2)", "F.linear(x, average(w))", "P",
     ),
     Row(
