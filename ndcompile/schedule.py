@@ -12,6 +12,7 @@ from torch import fx
 from ndcompile import (
     collective_chains,
     exchanges,
+    graph_edits,
     host_copies,
     host_reads,
     matmul_scatter,
@@ -37,7 +38,16 @@ SCHEDULING: Mapping[str, Callable[..., None]] = {
 }
 """Name of a pass -> the pass, in order."""
 
-HELPERS = (collective_chains, exchanges, host_copies, host_reads, matmul_scatter, repetition, sequence_products)
+HELPERS = (
+    collective_chains,
+    exchanges,
+    graph_edits,
+    host_copies,
+    host_reads,
+    matmul_scatter,
+    repetition,
+    sequence_products,
+)
 SOURCES = tuple(str(Path(str(module.__file__))) for module in (*HELPERS, pipeline, bucket, dispatch, overlap, reuse))
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}

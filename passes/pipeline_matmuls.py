@@ -24,13 +24,13 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ndcompile.collective_chains import GATHER
+from ndcompile.graph_edits import call, erase, raise_inputs
 from ndcompile.matmul_scatter import matmuls_reduce_scatter
 from ndcompile.sequence_products import (
     CAST,
@@ -81,27 +81,27 @@ def _fuse_gather(graph: fx.Graph, gather: Gather, group: str, as_before: bool) -
 
     def tokens(result: fx.Node) -> fx.Node:
         if gather.trim is not None:
-            result = _call(graph, aten.slice.Tensor, (result, *gather.trim), start)
-        return _call(graph, aten.contiguous.default, (result,), start) if as_before else result
+            result = call(graph, aten.slice.Tensor, (result, *gather.trim), start)
+        return call(graph, aten.contiguous.default, (result,), start) if as_before else result
 
     with graph.inserting_before(start):
         shard = given(start)[0]
         if gather.dtype is not None:
-            shard = _call(graph, CAST, (shard, gather.dtype), start)
+            shard = call(graph, CAST, (shard, gather.dtype), start)
         shard = _tokens_first(graph, shard, gather.dim, start)
         weights = [product.weight for product in gather.products]
-        fused = _call(graph, fused_all_gather_matmul, (shard, weights, gather.dim, group), start)
-        _raise_inputs(graph, fused, [*weights, *(each.bias for each in gather.products if each.bias is not None)])
-        results = _call(graph, operator.getitem, (fused, 1), start)
+        fused = call(graph, fused_all_gather_matmul, (shard, weights, gather.dim, group), start)
+        raise_inputs(graph, fused, [*weights, *(each.bias for each in gather.products if each.bias is not None)])
+        results = call(graph, operator.getitem, (fused, 1), start)
         for number, product in enumerate(gather.products):
-            _replace(graph, product, tokens(_call(graph, operator.getitem, (results, number), start)))
-        whole = tokens(_call(graph, operator.getitem, (fused, 0), start))
+            _replace(graph, product, tokens(call(graph, operator.getitem, (results, number), start)))
+        whole = tokens(call(graph, operator.getitem, (fused, 0), start))
     gather.whole.replace_all_uses_with(whole)
-    _erase(gather.whole)
+    erase(gather.whole)
     for product in gather.products:
-        _erase(product.node, but=whole)
+        erase(product.node, but=whole)
     if not whole.users:  # then it need not be kept
-        _erase(whole, but=fused)
+        erase(whole, but=fused)
         fused.kwargs = {"return_A": False}
         fused.meta["val"] = (None, fused.meta["val"][1])
 
@@ -113,17 +113,17 @@ def _fuse_scatter(graph: fx.Graph, scatter: Scatter, group: str) -> None:
         for product in scatter.products:
             each = _tokens(graph, product.rows, scatter.summed.meta["val"].shape[:-1])
             if scatter.padding is not None:
-                each = _call(graph, aten.constant_pad_nd.default, (each, *scatter.padding), start)
+                each = call(graph, aten.constant_pad_nd.default, (each, *scatter.padding), start)
             tokens.append(_tokens_first(graph, each, dim, start))
         weights = [product.weight for product in scatter.products]
         if len(tokens) == 1 and scatter.dtype is None:
             args: tuple[Any, ...] = (tokens[0], weights[0], "sum", dim, group)
-            fused = _call(graph, fused_matmul_reduce_scatter, args, start)
+            fused = call(graph, fused_matmul_reduce_scatter, args, start)
         else:
             dtype = scatter.dtype or scatter.summed.meta["val"].dtype
-            fused = _call(graph, matmuls_reduce_scatter, (tokens, weights, dim, group, dtype), start)
+            fused = call(graph, matmuls_reduce_scatter, (tokens, weights, dim, group, dtype), start)
     scatter.wait.replace_all_uses_with(fused)
-    _erase(scatter.wait)
+    erase(scatter.wait)
 
 
 def _over(graph: fx.Graph, target: Any, group: str) -> list[fx.Node]:
@@ -133,11 +133,11 @@ def _over(graph: fx.Graph, target: Any, group: str) -> list[fx.Node]:
 def _replace(graph: fx.Graph, product: Product, result: fx.Node) -> None:
     """Let the users of a product of rows read `result`, the same product of tokens, instead."""
     if product.bias is not None:
-        result = _call(graph, aten.add.Tensor, (result, product.bias), product.node)
+        result = call(graph, aten.add.Tensor, (result, product.bias), product.node)
     shape = result.meta["val"].shape
     for user in list(product.node.users):
         if user.target not in RESHAPES:
-            rows = _call(graph, aten.reshape.default, (result, list(product.node.meta["val"].shape)), product.node)
+            rows = call(graph, aten.reshape.default, (result, list(product.node.meta["val"].shape)), product.node)
             user.replace_input_with(product.node, rows)
         elif user.meta["val"].shape == shape:
             user.replace_all_uses_with(result)
@@ -150,7 +150,7 @@ def _tokens(graph: fx.Graph, rows: fx.Node, shape: torch.Size) -> fx.Node:
     """The value whose rows a product reads, (batch, sequence, width), where `shape` is (batch, sequence)."""
     if rows.target in RESHAPES and given(rows)[0].meta["val"].shape[:-1] == shape:
         return given(rows)[0]
-    return _call(graph, aten.reshape.default, (rows, [*shape, rows.meta["val"].shape[-1]]), rows)
+    return call(graph, aten.reshape.default, (rows, [*shape, rows.meta["val"].shape[-1]]), rows)
 
 
 def _tokens_first(graph: fx.Graph, x: fx.Node, dim: int, like: fx.Node) -> fx.Node:
@@ -161,45 +161,4 @@ def _tokens_first(graph: fx.Graph, x: fx.Node, dim: int, like: fx.Node) -> fx.No
     strides = {each: math.prod(value.shape[i] for i in order[at + 1 :]) for at, each in enumerate(order)}
     if all(size == 1 or value.stride(each) == strides[each] for each, size in enumerate(value.shape)):
         return x
-    return _call(graph, force_stride_order, (x, [strides[each] for each in range(value.ndim)]), like)
-
-
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    """A new node with its fake value, of the module that `like` belongs to."""
-    node = graph.call_function(target, args)
-    node.meta["custom"] = dict(like.meta.get("custom", {}))
-    fakes = fx.node.map_arg(args, lambda each: each.meta["val"])
-    mode = next((each.fake_mode for each in _tensors(fakes)), None)
-    if mode is None:
-        node.meta["val"] = target(*fakes)
-    else:
-        with mode, torch.no_grad():
-            node.meta["val"] = target(*fakes)
-    return node
-
-
-def _tensors(values: Any) -> list[Any]:
-    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor)]
-
-
-def _raise_inputs(graph: fx.Graph, node: fx.Node, inputs: Iterable[fx.Node]) -> None:
-    """Put what `inputs` are computed from in front of `node`."""
-    position = {each: number for number, each in enumerate(graph.nodes)}
-    waiting, behind = list(inputs), set()
-    while waiting:
-        each = waiting.pop()
-        if position[each] > position[node] and each not in behind:
-            behind.add(each)
-            waiting += each.all_input_nodes
-    for each in sorted(behind, key=position.__getitem__):
-        node.prepend(each)
-
-
-def _erase(node: fx.Node, but: fx.Node | None = None) -> None:
-    """Erase a node that nothing reads, and what only it read."""
-    inputs = node.all_input_nodes
-    if node.users or node is but or node.op != "call_function":
-        return
-    node.graph.erase_node(node)
-    for each in inputs:
-        _erase(each, but)
+    return call(graph, force_stride_order, (x, [strides[each] for each in range(value.ndim)]), like)
