@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,18 +22,23 @@ INTRODUCTION = """# The proof, on the zoo
 Written by `make proof`; torch {torch}, transformers {transformers}.
 A training step of each architecture with a tp_plan is captured with and without tp in one process, taken through all
 passes, and proven behind each of them ([docs/proof.md](docs/proof.md)); no weights or ranks. `numeric` is what ZOO.md
-found on real ranks under tp=2. Experts run as grouped_mm. Types are halved by a hash of their names: rules were made
-with a look at the alarms of the tuned half only.
+found on real ranks under the same tp. Experts run as grouped_mm. Types are halved by a hash of their names: rules were
+made with a look at the alarms of the tuned half only.
 """
 
 
-def numeric_results() -> dict[str, str]:
-    """What the zoo found of a type under tp on real ranks: its worst result."""
-    found: dict[str, list[str]] = {}
+Numeric = Mapping[tuple[str, int], str]
+"""(type, tp) -> what the zoo found on real ranks."""
+
+
+def numeric_results() -> Numeric:
+    """The worst result of each type and tp, without the layouts of experts."""
+    found: dict[tuple[str, int], list[str]] = {}
     for line in map(json.loads, NUMERIC.read_text().splitlines()):
-        if "tp2" in line["layout"] and "ep" not in line["layout"]:
-            found.setdefault(line["model_type"], []).append(line["result"])
-    return {name: max(results, key=lambda r: (r != "pass", r)) for name, results in found.items()}
+        tp = re.search(r"tp(\d)", line["layout"])
+        if tp and "ep" not in line["layout"]:
+            found.setdefault((line["model_type"], int(tp[1])), []).append(line["result"])
+    return {cell: max(results, key=lambda r: (r != "pass", r)) for cell, results in found.items()}
 
 
 def write_table(verdicts: Sequence[Any]) -> None:
@@ -43,7 +49,7 @@ def write_table(verdicts: Sequence[Any]) -> None:
     TABLE.write_text("\n".join([*sections, _types(verdicts, numeric)]) + "\n")
 
 
-def _counts(verdicts: Sequence[Any], numeric: dict[str, str]) -> str:
+def _counts(verdicts: Sequence[Any], numeric: Numeric) -> str:
     lines = [
         "| tp | attention | other axes | half | types | proven | alarm | refused before | refused for sizes "
         "| no such attention | alarm, but right | proven, but wrong |",
@@ -57,8 +63,8 @@ def _counts(verdicts: Sequence[Any], numeric: dict[str, str]) -> str:
                 if (v.tp, v.attention, v.layout) == (tp, attention, layout) and proof_zoo.held_out(v.model_type) == half
             ]
             counts = Counter(v.result for v in cell)
-            false = sum(v.result == "alarm" and numeric.get(v.model_type) == "pass" for v in cell)
-            missed = sum(v.result == "proven" and numeric.get(v.model_type, "").startswith("wrong") for v in cell)
+            false = sum(v.result == "alarm" and numeric.get((v.model_type, tp)) == "pass" for v in cell)
+            missed = sum(v.result == "proven" and numeric.get((v.model_type, tp), "").startswith("wrong") for v in cell)
             results = [counts[r] for r in ("proven", "alarm", "refused before", "refused for sizes")]
             numbers = [len(cell), *results, counts["no such attention"], false, missed]
             title = [str(tp), attention, layout, "held out" if half else "tuned"]
@@ -120,12 +126,12 @@ def _cost(verdicts: Sequence[Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _types(verdicts: Sequence[Any], numeric: dict[str, str]) -> str:
+def _types(verdicts: Sequence[Any], numeric: Numeric) -> str:
     lines = ["## All types", "", "| type | half | tp | attention | other axes | proof | numeric | |", "|" + "---|" * 8]
     for v in sorted(verdicts, key=lambda v: (v.result == "proven", *v.cell)):
         half = "held out" if proof_zoo.held_out(v.model_type) else "tuned"
         text = (v.message or v.summary).replace("|", "\\|")
-        known = numeric.get(v.model_type, "not run")
+        known = numeric.get((v.model_type, v.tp), "not run")
         lines.append(
             f"| {v.model_type} | {half} | {v.tp} | {v.attention} | {v.layout} | {v.result} | {known} | {text} |"
         )

@@ -15,7 +15,11 @@ import torch
 from models import perturb
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, Layout
+
+from ndcompile.errors import PlanError
+from ndcompile.sharding_plan import build_plan
 
 CONFIGS = Path(__file__).parent / "configs.json"
 EVAL_MODE = Path(__file__).parent / "eval_mode.json"
@@ -25,6 +29,7 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp4": FSDP4,
     "replicate2_fsdp2": REPLICATE2_FSDP2,
     "tp2": TP2,
+    "tp4": (("tp", 4),),
     "fsdp2_tp2": FSDP2_TP2,
     "fsdp4_ep4": (("ep", 4),),
     "fsdp2_tp2_ep2": (("fsdp", 2), ("ep", 1), ("tp", 2)),
@@ -100,7 +105,16 @@ def batch(rows: int, data_rank: int, seed: int = 0, padding: bool = False) -> di
 
 
 def layouts_of(model_type: str) -> list[str]:
-    """Every type has an FSDP plan; tp and ep need one of transformers."""
+    """Every type has an FSDP plan; tp and ep need one of transformers, and tp=4 also heads that 4 divides."""
     model = on_meta(model_type)
     plans = {"tp": bool(model.tp_plan), "ep": bool(model.ep_plan)}
-    return [name for name, layout in LAYOUTS.items() if all(has for plan, has in plans.items() if plan in dict(layout))]
+    able = [name for name, layout in LAYOUTS.items() if all(has for plan, has in plans.items() if plan in dict(layout))]
+    return [name for name in able if name != "tp4" or _divides(model, 4)]
+
+
+def _divides(model: PreTrainedModel, tp: int) -> bool:
+    try:
+        build_plan(model, {"dp_replicate": 1, "fsdp": 1, "ep": 1, "tp": tp}, DistributedConfig())
+    except PlanError:
+        return False
+    return True
