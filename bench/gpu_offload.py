@@ -55,8 +55,8 @@ def sharded(config: Any, layout: dict[str, int], offload: bool, backend: str) ->
 
 
 def locals_of(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """This rank's shards, on the host."""
-    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach().cpu() for n, t in tensors.items()}
+    """Copies of this rank's shards, on the host."""
+    return {n: (t.to_local() if isinstance(t, DTensor) else t).detach().cpu().clone() for n, t in tensors.items()}
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

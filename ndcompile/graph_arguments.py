@@ -80,7 +80,9 @@ class GraphArguments:
         if not isinstance(tensor, Tensor):
             return tensor
         if tensor.ndim and tensor.device.type != self.mesh.device.type:
-            raise ValueError(f"Argument {name} is on {tensor.device}, the model on {self.mesh.device}.")
+            if not self.store.pinned:
+                raise ValueError(f"Argument {name} is on {tensor.device}, the model on {self.mesh.device}.")
+            tensor = tensor.to(self.mesh.device)  # `generate` puts tokens where the parameters are; fully_shard does so
         if self.store.pinned and tensor.requires_grad and torch.is_grad_enabled():
             tensor = Finishing.apply(tensor, self.mesh.device)  # backward may copy parameters that have no gradients
         return tensor.contiguous()
