@@ -2,7 +2,7 @@
 
 `tensor.to("cpu")` copies on the stream that computes: the host waits for all that was launched before it, and while it
 wakes up and launches what follows, the device has nothing to do. Here the copy runs on a stream of its own, behind what
-was launched before `copy_to_host`; what is launched between the two operators runs while `wait_for_copy` waits.
+was launched before `start_host_read`; what is launched between the two operators runs while `end_host_read` waits.
 
 On the CPU both operators are copies. Graphs get them from passes/overlap_dispatch.py.
 """
@@ -20,9 +20,9 @@ COPIES = (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default)
 """What a copy to the host is in a lowered graph."""
 
 
-@torch.library.custom_op("ndcompile::copy_to_host", mutates_args=())
-def copy_to_host(x: Tensor) -> Tensor:
-    """`x` in pinned memory of the CPU, there once `wait_for_copy` returns."""
+@torch.library.custom_op("ndcompile::start_host_read", mutates_args=())
+def start_host_read(x: Tensor) -> Tensor:
+    """`x` in pinned memory of the CPU, there once `end_host_read` returns."""
     if x.device.type != "cuda":
         return x.clone()
     stream = _copying(x.device)
@@ -34,14 +34,14 @@ def copy_to_host(x: Tensor) -> Tensor:
     return host
 
 
-@copy_to_host.register_fake
+@start_host_read.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
-@torch.library.custom_op("ndcompile::wait_for_copy", mutates_args=())
-def wait_for_copy(host: Tensor, x: Tensor) -> Tensor:
-    """`host`, which `copy_to_host` copies from `x`, once it is there; `x` is given so that its memory stays.
+@torch.library.custom_op("ndcompile::end_host_read", mutates_args=())
+def end_host_read(host: Tensor, x: Tensor) -> Tensor:
+    """`host`, which `start_host_read` copies from `x`, once it is there; `x` is given so that its memory stays.
 
     The host waits for the stream of copies, not for what was launched on others."""
     if x.device.type == "cuda":
@@ -49,7 +49,7 @@ def wait_for_copy(host: Tensor, x: Tensor) -> Tensor:
     return host.clone()
 
 
-@wait_for_copy.register_fake
+@end_host_read.register_fake
 def _(host: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(host)
 
@@ -60,8 +60,8 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-COPY_TO_HOST = torch.ops.ndcompile.copy_to_host.default
-WAIT_FOR_COPY = torch.ops.ndcompile.wait_for_copy.default
+START_HOST_READ = torch.ops.ndcompile.start_host_read.default
+END_HOST_READ = torch.ops.ndcompile.end_host_read.default
 
 
 def host_reads(graph: fx.Graph) -> list[fx.Node]:
@@ -79,9 +79,9 @@ def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
     if source.meta["val"].device.type != "cuda":
         return []
     with graph.inserting_before(copy):
-        start = graph.call_function(COPY_TO_HOST, (source,))
+        start = graph.call_function(START_HOST_READ, (source,))
     with graph.inserting_before(read):
-        wait = graph.call_function(WAIT_FOR_COPY, (start, source))
+        wait = graph.call_function(END_HOST_READ, (start, source))
     start.meta, wait.meta = dict(copy.meta), dict(copy.meta)
     copy.replace_all_uses_with(wait)
     graph.erase_node(copy)

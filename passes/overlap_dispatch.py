@@ -11,8 +11,8 @@ After:   g = wait(all_to_all(d));  dh = grouped_mm(g, w.t());
          r = all_to_all(dh);  dw = grouped_mm(g.t(), h);  e = wait(r)
 
 Before:  host = to_cpu(counts);  sizes = checked_splits(host);  r = all_to_all(hidden[order], sizes)
-After:   c = copy_to_host(counts);  rows = hidden[order];
-         sizes = checked_splits(wait_for_copy(c));  r = all_to_all(rows, sizes)
+After:   c = start_host_read(counts);  rows = hidden[order];
+         sizes = checked_splits(end_host_read(c));  r = all_to_all(rows, sizes)
 
 What runs beside an exchange are matrix products that do not depend on it, and what only they need:
 

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from ndcompile.collective_chains import collectives
 from ndcompile.exchanges import ALL_TO_ALL
-from ndcompile.host_reads import copy_to_host, wait_for_copy
+from ndcompile.host_reads import end_host_read, start_host_read
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 from ndcompile.routing_checks import CHECKED_SPLITS
 
@@ -207,17 +207,17 @@ def test_on_a_gpu_the_copy_of_the_numbers_is_waited_for_behind_the_rows():
     g = reading("cuda")
     rows = g.call("rows", aten.index.Tensor, g.input("hidden"), [g.input("order", ROWS, dtype=torch.int64)])
     assert g.scheduled(g.exchange("there", rows)) == [
-        "copy_to_host_default", "rows", "wait_for_copy_default", "sizes", "start_there", "wait_there",
+        "start_host_read_default", "rows", "end_host_read_default", "sizes", "start_there", "wait_there",
     ]  # fmt: skip
     (sizes,) = (node for node in g.graph.nodes if node.target is CHECKED_SPLITS)
     assert sizes.meta["val"].device.type == "cpu"
-    assert sizes.args[0].name == "wait_for_copy_default"
+    assert sizes.args[0].name == "end_host_read_default"
 
 
 def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     x = torch.arange(6).reshape(3, 2)
-    host = copy_to_host(x)
-    values = wait_for_copy(host, x)
+    host = start_host_read(x)
+    values = end_host_read(host, x)
     x.zero_()
     host.zero_()
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
