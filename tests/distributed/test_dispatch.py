@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from matrix import sampled_rows
+from matrix import sampled, sampled_rows
 from parity_case import Case, assert_parity
 from torch import Tensor, fx
 from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ def _differences(name: str, layout: workers.Layout) -> tuple[int, int, bool]:
     return len(equal), equal.count(False), orders[0] != orders[1]
 
 
-@pytest.mark.parametrize(("name", "layout"), sampled_rows(product(MODELS, [FSDP2_EP2, EP2_TP2]), 0, 3))
+@pytest.mark.parametrize(("name", "layout"), sampled_rows(product(MODELS, [FSDP2_EP2, EP2_TP2]), 0))
 def test_loss_and_all_gradients_are_bit_equal(ranks, name, layout):
     for compared, different, moved in ranks(_differences, name, layout):
         assert compared > 50
@@ -170,7 +170,7 @@ def _starts(graph: fx.Graph) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, 1))
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_tokens(ranks, name):
     first, *others = ranks(_collectives, name)
     assert all(order == first for order in others)
