@@ -39,9 +39,6 @@ AHEAD = 512 * 2**20
 """Bytes of whole weights that are gathered before their turn, and of whole gradients that are being reduced; at least
 one of each. A product of 8,192 tokens takes about three times as long as the gather of its weight over NVLink."""
 
-MOST = 8
-"""Gathers, and reductions, under way: of small weights many fit into the bytes, and more at once hide nothing more."""
-
 
 def overlap_communication(graph: fx.Graph) -> None:
     """Put the nodes of the graph in the new order."""
@@ -106,7 +103,7 @@ class _Order:
     def _may_start(self) -> bool:
         """Whether one more gather fits into the bytes ahead."""
         ahead = [self.gathers[i].size for i in range(self.started) if i not in self.waited]
-        return not ahead or (len(ahead) < MOST and sum(ahead) + self.gathers[self.started].size <= AHEAD)
+        return not ahead or sum(ahead) + self.gathers[self.started].size <= AHEAD
 
     def _may_copy(self) -> bool:
         """Whether one more shard may be copied ahead of its gather: at least one, and as many bytes of weights as are
@@ -116,9 +113,7 @@ class _Order:
 
     def _under_way(self, after: list[fx.Node], size: int) -> None:
         self.under_way.append((after, size))
-        while len(self.under_way) > 1 and (
-            len(self.under_way) > MOST or sum(size for _, size in self.under_way) > AHEAD
-        ):
+        while len(self.under_way) > 1 and sum(size for _, size in self.under_way) > AHEAD:
             self._complete_oldest()
 
     def _complete_oldest(self) -> None:
