@@ -7,8 +7,8 @@ After:   w = wait(all_gather(cat([p0, p1]))).view(ranks, -1);  w0 = w[:, :n0].re
 
 A merged collective saves a launch, some 20 microseconds, and costs a copy of what it sends and receives. So only those
 below `SMALL` are merged: a copy of so many bytes takes as long. (Inductor's `bucket_all_gathers_fx` merges all sizes.)
-A bucket ends where a layer of the model does, so that graphs of layers which are alike stay alike, and are compiled
-once (`reuse_layers`).
+On a GPU a bucket ends where a layer of the model does, so that graphs of layers which are alike stay alike, and are
+compiled once (`reuse_layers`). Not on the CPU: see docs/speed.md, "Overlap and buckets".
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _key(start: fx.Node) -> Hashable:
 
 
 def _layer(start: fx.Node) -> int | None:
-    """Number of the layer whose weight is gathered, or whose gradient is reduced."""
-    return start.meta.get("custom", {}).get("layer")
+    """Number of the layer whose weight is gathered, or whose gradient is reduced; None on the CPU."""
+    return None if start.meta["val"].device.type == "cpu" else start.meta.get("custom", {}).get("layer")
 
 
 def _buckets(chains: Iterable[Chain], key: Callable[[Chain], Hashable]) -> list[list[Chain]]:
-    """Groups of two or more, each of one layer."""
+    """Groups of two or more, each of one layer where that is known."""
     open_buckets: dict[Hashable, list[Chain]] = {}
     buckets: list[list[Chain]] = []
     layer = None

@@ -21,15 +21,15 @@ RANKS = 2
 class Graph:
     """Nodes with fake values; sizes are those of whole weights and gradients, in MiB of bfloat16."""
 
-    def __init__(self) -> None:
-        self.graph, self.mode = fx.Graph(), FakeTensorMode()
+    def __init__(self, device: str = "cpu") -> None:
+        self.graph, self.mode, self.device = fx.Graph(), FakeTensorMode(), device
 
     def input(self, name: str, mib: float, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         with nullcontext() if first is None else self.graph.inserting_before(first):
             node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["val"] = torch.empty(int(mib * MIB / 2 / 1024), 1024, dtype=dtype)
+            node.meta["val"] = torch.empty(int(mib * MIB / 2 / 1024), 1024, dtype=dtype, device=self.device)
         return node
 
     def call(self, name: str, target, *args) -> fx.Node:
@@ -63,9 +63,9 @@ class Graph:
         return [node.name for node in self.graph.nodes if node.op == "call_function"]
 
 
-def forward(sizes: dict[str, float], on_host: bool = False) -> Graph:
+def forward(sizes: dict[str, float], device: str = "cpu", on_host: bool = False) -> Graph:
     """x @ w_a @ w_b ..., every weight gathered at its use, from a shard in host memory if asked for."""
-    g = Graph()
+    g = Graph(device)
     x = g.input("x", 2)
     for name, mib in sizes.items():
         weight = g.weight(name, mib, on_host=on_host)
@@ -74,9 +74,9 @@ def forward(sizes: dict[str, float], on_host: bool = False) -> Graph:
     return g
 
 
-def backward(sizes: dict[str, float]) -> Graph:
+def backward(sizes: dict[str, float], device: str = "cpu") -> Graph:
     """Gradients one after the other, each reduced at once."""
-    g = Graph()
+    g = Graph(device)
     g.graph.output(tuple(g.gradient(name, mib) for name, mib in sizes.items()))
     return g
 
@@ -230,7 +230,7 @@ def test_a_bucket_is_no_larger_than_its_limit():
 
 
 def test_a_bucket_of_weights_ends_with_its_layer():
-    g = forward(dict.fromkeys("abcdef", 2))
+    g = forward(dict.fromkeys("abcdef", 2), "meta")
     for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
         start.meta["custom"]["layer"] = number // 2
     bucket_collectives(g.graph)
@@ -238,8 +238,16 @@ def test_a_bucket_of_weights_ends_with_its_layer():
     assert [node.meta["val"].numel() * 2 for node in gathers] == [4 * MIB] * 3
 
 
+def test_buckets_of_the_cpu_pass_over_layers():
+    g = forward(dict.fromkeys("abcdef", 2))
+    for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
+        start.meta["custom"]["layer"] = number // 2
+    bucket_collectives(g.graph)
+    assert len(g.graph.find_nodes(op="call_function", target=GATHER)) == 1
+
+
 def test_a_bucket_of_gradients_ends_with_its_layer():
-    g = backward(dict.fromkeys("abcdef", 2))
+    g = backward(dict.fromkeys("abcdef", 2), "meta")
     starts = g.graph.find_nodes(op="call_function", target=collectives.reduce_scatter_tensor.default)
     for number, start in enumerate(starts):
         start.meta["custom"] = {"layer": number // 2}
@@ -249,7 +257,7 @@ def test_a_bucket_of_gradients_ends_with_its_layer():
 
 def test_layers_of_small_weights_are_compiled_once(monkeypatch):
     monkeypatch.setattr(reuse_layers, "LEAST", 4)
-    g = forward({f"{kind}{layer}": 2 for layer in range(6) for kind in "ab"})
+    g = forward({f"{kind}{layer}": 2 for layer in range(6) for kind in "ab"}, "meta")
     for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
         start.meta["custom"]["layer"] = number // 2
     bucket_collectives(g.graph)
