@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,5 +166,7 @@ def describe(model: nn.Module, names: list[str], line: str) -> str:
     run = f"{names[0]!r} runs as one opaque node"
     if len(names) > 1:
         run = f"{names[0]!r} and {len(names) - 1} more like it run as one opaque node each"
-    place = re.sub(r"\S*/site-packages/", "", line.partition(", ")[2])
+    place = line.partition(", ")[2]
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):  # wherever packages are imported from
+        place = place.replace(f"{folder.rstrip('/')}/", "")
     return f"{run}, in eager mode, with whole weights ({share:.0%} of the model at once), because of {place}"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import ndcompile
 from ndcompile.errors import CaptureError, NdcompileError
+from ndcompile.opaque import describe
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -136,3 +137,11 @@ def test_an_output_of_another_shape_than_traced_raises():
 def test_a_module_that_writes_to_its_input_raises():
     with pytest.raises(NdcompileError, match="writes to its inputs"):
         ndcompile.compile(Around(Writing()), backend="eager")(rows())
+
+
+def test_the_description_names_files_by_their_package(monkeypatch):
+    """Wherever packages are installed: a text is the same on every machine."""
+    monkeypatch.syspath_prepend("/opt/elsewhere")
+    model = nn.Sequential(nn.Linear(2, 2))
+    text = describe(model, ["0"], "layer '0', /opt/elsewhere/package/modeling.py:3: if x:")
+    assert text.endswith("because of package/modeling.py:3: if x:")
