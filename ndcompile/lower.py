@@ -23,6 +23,7 @@ from ndcompile.torch_private import (
     decompositions,
     launch_empty_grids,
     order_collectives_of_subgraphs,
+    own_decompositions,
     tracing,
 )
 
@@ -76,9 +77,8 @@ def lower(
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
                 settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}
-            compiled: Any = compile_fx(
-                module, fakes, config_patches=settings, decompositions=decompositions(), **options
-            )
+            stack.enter_context(own_decompositions())
+            compiled: Any = compile_fx(module, fakes, config_patches=settings, **options)
             return compiled, partitioner
         pipeline = Schedule([*disabled, *(set(SCHEDULING) - {PIPELINE})], beside_products)
 

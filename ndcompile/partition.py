@@ -28,7 +28,7 @@ from ndcompile.torch_private import (
 
 LOWERING_SOURCES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute")
+    for name in ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute", "torch_private")
 )
 
 aten = torch.ops.aten

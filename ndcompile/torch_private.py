@@ -27,6 +27,7 @@ from torch._guards import CompileContext, TracingContext, tracing
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._inductor import comms, inductor_prims, ir
+from torch._inductor import decomposition as inductor_decomposition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -170,6 +171,26 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         return joined if joined is NotImplemented else joined.contiguous()
 
     return table | {torch.ops.aten.cat.default: cat}
+
+
+@contextmanager
+def own_decompositions() -> Iterator[None]:
+    """While active, `decompositions()` is inductor's table.
+
+    A table that is handed to `compile_fx` cannot become part of a cache key in torch 2.13: nothing would be cached, and
+    every rank would compile for itself.
+    """
+    cat = torch.ops.aten.cat.default
+    changed = decompositions()[cat]
+    tables = (inductor_decomposition.decompositions, inductor_decomposition.fast_random_decomps())
+    originals = [table[cat] for table in tables]
+    for table in tables:
+        table[cat] = changed
+    try:
+        yield
+    finally:
+        for table, original in zip(tables, originals, strict=True):
+            table[cat] = original
 
 
 class HintedShapes(ShapeEnv):
@@ -470,6 +491,7 @@ __all__ = [
     "open_symmetric_memory",
     "order_collectives_of_subgraphs",
     "outside_of_tracing",
+    "own_decompositions",
     "patch_dynamo_config",
     "produce_and_exchange",
     "register_process_group",
