@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 from ndcompile.cli import main
 from ndcompile.inspection.memory import memory
 from ndcompile.inspection.rates import PRESETS
+from ndcompile.inspection.scheduled import scheduled
 from ndcompile.inspection.search import search
 from ndcompile.inspection.search_result import Layout, SearchResult
 from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
@@ -87,12 +88,10 @@ def test_layouts_that_were_not_traced_cost_what_their_own_trace_says(four: Searc
     )
     trained = found.states // 4
     direct = estimate(
-        traced.forward.graph,
-        traced.backward.graph,
+        *scheduled(traced),
         traced.mesh.axes,
         RATES,
         optimizer_bytes=ADAMW_PASSES * trained,
-        times=traced.times,
     )
     assert found.step == pytest.approx(direct.step, rel=0.02)
     assert found.peak == pytest.approx(memory(traced).peak, rel=0.1)

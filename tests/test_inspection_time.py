@@ -15,7 +15,8 @@ from ndcompile.inspection.kernels import is_collective
 from ndcompile.inspection.links import Group, collective_seconds, groups_of
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.rates import PRESETS
-from ndcompile.inspection.time_model import TimeEstimate, estimate
+from ndcompile.inspection.scheduled import scheduled
+from ndcompile.inspection.time_model import TimeEstimate, collective_times, estimate
 from ndcompile.inspection.trace import trace
 from ndcompile.mesh import Axis
 
@@ -141,12 +142,6 @@ def test_the_optimizer_follows_and_takes_its_bytes() -> None:
     assert result.step == pytest.approx(0.067, rel=1e-3)
 
 
-def test_a_layer_that_stands_for_others_counts_as_often() -> None:
-    graph = overlapping(between=2)
-    once, thrice = (estimate(graph, empty(), TP, RATES, times=lambda node, n=n: n) for n in (1, 3))
-    assert thrice.step == pytest.approx(3 * once.step)
-
-
 def test_steps_of_the_critical_path_are_kinds_of_work_in_their_modules() -> None:
     program = Program()
     x = program.input(1000, 1000)
@@ -176,21 +171,20 @@ def traced():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_critical_path_s_seconds_sum_to_the_step(traced, preset: str) -> None:
-    result = estimate(
-        traced.forward.graph, traced.backward.graph, traced.mesh.axes, PRESETS[preset], times=traced.times
-    )
+    result = estimate(*scheduled(traced), traced.mesh.axes, PRESETS[preset])
     assert sum(step.seconds for step in result.critical_path) == pytest.approx(result.step)
 
 
 def test_every_collective_of_the_lowered_graphs_has_its_seconds(traced) -> None:
-    result = estimate(traced.forward.graph, traced.backward.graph, traced.mesh.axes, RATES, times=traced.times)
-    nodes = [*traced.forward.graph.nodes, *traced.backward.graph.nodes]
-    assert set(result.collectives) == {node for node in nodes if is_collective(node)}
-    assert sum(result.collectives.values()) == pytest.approx(value(result, "communication"))
+    graphs = traced.forward.graph, traced.backward.graph
+    seconds = [collective_times(graph, traced.mesh.axes, RATES) for graph in graphs]
+    assert [set(each) for each in seconds] == [set(filter(is_collective, graph.nodes)) for graph in graphs]
+    total = sum(sum(each.values()) for each in seconds)
+    assert total == pytest.approx(value(estimate(*graphs, traced.mesh.axes, RATES), "communication"))
 
 
 def test_operations_of_a_model_are_six_a_parameter_and_token(traced) -> None:
     """Of the weights that multiply, on a rank with half of each and half of the tokens."""
-    result = estimate(traced.forward.graph, traced.backward.graph, traced.mesh.axes, RATES, times=traced.times)
+    result = estimate(*scheduled(traced), traced.mesh.axes, RATES)
     layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
     assert value(result, "FLOPs of matrix products") == 6 * (6 * layer + 64 * 256) / 2 * 2 * 32

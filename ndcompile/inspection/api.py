@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import fx
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -24,9 +25,10 @@ from ndcompile.inspection.rates import Rates, find_rates
 from ndcompile.inspection.report import Report
 from ndcompile.inspection.rows import boundary_rows, collective_rows, parameter_rows, pass_rows, saved_rows
 from ndcompile.inspection.rules import rules_of
+from ndcompile.inspection.scheduled import scheduled
 from ndcompile.inspection.serial import read_report, write_report
 from ndcompile.inspection.source import model_of
-from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, estimate
+from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, collective_times, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
 from ndcompile.plan_table import exchange_lines
@@ -206,7 +208,7 @@ def _report(
         seq_len=0,
         parameters=parameter_rows(traced, rules_of(model, config, traced.plan.repairs)),
         boundaries=boundary_rows(traced),
-        collectives=collective_rows(traced, time.collectives),
+        collectives=collective_rows(traced, _collective_seconds(traced, rates)),
         passes=pass_rows(traced),
         memory=memory(traced, optimizer_dtype).figures(optimizer_dtype),
         compute=time.compute,
@@ -225,15 +227,21 @@ def _time(model: PreTrainedModel, traced: Traced, rates: Rates) -> TimeEstimate:
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     trained = [p for p in traced.plan.parameters if p.fqn not in traced.frozen]
     return estimate(
-        traced.forward.graph,
-        traced.backward.graph,
+        *scheduled(traced),
         traced.mesh.axes,
         rates,
         optimizer_bytes=0 if traced.plan.cpu_offload else ADAMW_PASSES * sum(map(stored_bytes, trained)),
         size=traced.size,
-        times=traced.times,
         filled=filled_rows(traced.plan.experts, top_k),
     )
+
+
+def _collective_seconds(traced: Traced, rates: Rates) -> dict[fx.Node, float]:
+    """Seconds of the collectives of the lowered graphs, each with all layers that it stands for."""
+    found: dict[fx.Node, float] = {}
+    for module in (traced.forward, traced.backward):
+        found |= collective_times(module.graph, traced.mesh.axes, rates, traced.size)
+    return {node: seconds * traced.times(node) for node, seconds in found.items()}
 
 
 def _storage(traced: Traced) -> Mapping[str, int]:

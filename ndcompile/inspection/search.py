@@ -3,10 +3,10 @@
 Memory first: the bytes of parameters, gradients and AdamW's moments follow from the plan of a layout, exactly and at
 once. Only where they fit a step is traced, once for each pair (tp, ep) with fsdp, and once without: the ranks' kernels,
 and what they gather, are the same however the other ranks are divided into dp_replicate and fsdp. Other layouts differ
-from the traced one in the sizes of their groups, by which the collectives are timed anew; in the all-reduces of
-gradients over dp_replicate, which are added; and in the bytes of parameters, gradients and moments, which replace the
-traced ones. Overlap is that of the traced graph; the added all-reduces are exposed. Padding of shards that do not
-divide evenly is counted in bytes held, not in time.
+from the traced one in the sizes of their groups, by which the collectives are timed anew (a trace has two replicas, if
+any layout of the pair has more than one, and all-reduces of one replica take no time); and in the bytes of parameters,
+gradients and moments, which replace the traced ones. The order of nodes is that of the traced step. Padding of shards
+that do not divide evenly is counted in bytes held, not in time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
 from ndcompile.inspection.kernels import Size, filled_rows
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
-from ndcompile.inspection.links import Group, collective_seconds, groups_of
 from ndcompile.inspection.memory import MOMENTS, memory, stored_bytes
 from ndcompile.inspection.rates import Rates
+from ndcompile.inspection.scheduled import scheduled
 from ndcompile.inspection.search_result import Candidate, Illegal, Layout, SearchResult, Unfit
 from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import Traced, trace
@@ -65,7 +66,8 @@ def search(
             continue
         traced = _representative(layouts)
         stage(f"tracing a step on {traced}")
-        step = _Step.of(part, traced, batch_size, seq_len, rates)
+        replicas = min(2, max(layout.dp_replicate for layout in layouts))
+        step = _Step.of(part, traced, replicas, batch_size, seq_len, rates)
         for layout, size in states.items():
             peak = step.peak(layout) if size <= memory_bytes else None
             if peak is None or peak > memory_bytes:
@@ -165,22 +167,17 @@ class _Part:
         parameters, trained = self.stored(layout)
         return parameters + (1 + MOMENTS) * trained
 
-    def replication(self, layout: Layout, rates: Rates) -> float:
-        """Seconds of the all-reduces of gradients over dp_replicate, which a step on one replica does not have."""
-        axes = {name: Axis(name, size, 0, name) for name, size in dataclasses.asdict(layout).items() if name != "ep"}
-        group: Group = groups_of(axes, rates.ranks_a_node)["dp_replicate"]
-        trained = [p for p in self.plan(layout).parameters if p.fqn not in self.frozen]
-        return sum(
-            collective_seconds("all_reduce", stored_bytes(p), group, rates) * self.stack.count(p.fqn) for p in trained
-        )
-
 
 @dataclass(frozen=True)
 class _Step:
-    """A traced step on one replica of a layout, which stands for the layouts of its family."""
+    """A step traced on a layout with few replicas, which stands for the layouts of its family.
+
+    graphs: forward and backward of all layers, as they run.
+    """
 
     part: _Part
     traced: Traced
+    graphs: tuple[fx.Graph, fx.Graph]
     layout: Layout
     traced_peak: int
     rates: Rates
@@ -188,12 +185,13 @@ class _Step:
     filled: Mapping[str, float]
 
     @classmethod
-    def of(cls, part: _Part, layout: Layout, batch_size: int, seq_len: int, rates: Rates) -> _Step:
-        sizes, each = dataclasses.asdict(layout) | {"dp_replicate": 1}, batch_size // layout.data_ranks
+    def of(cls, part: _Part, layout: Layout, replicas: int, batch_size: int, seq_len: int, rates: Rates) -> _Step:
+        sizes, each = dataclasses.asdict(layout) | {"dp_replicate": replicas}, batch_size // layout.data_ranks
         traced = trace(part.model, sizes, DistributedConfig(), batch_size=each, seq_len=seq_len, proven=False)
         top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
         filled = filled_rows(traced.plan.experts, top_k)
-        return cls(part, traced, layout, memory(traced).peak, rates, _remembering(traced.size), filled)
+        size = _remembering(traced.size)
+        return cls(part, traced, scheduled(traced), layout, memory(traced).peak, rates, size, filled)
 
     def peak(self, layout: Layout) -> int:
         """Bytes at the peak: of the traced layout, with this one's parameters, gradients and moments."""
@@ -202,27 +200,22 @@ class _Step:
     def candidate(self, layout: Layout, states: int, peak: int, tokens: float) -> Candidate:
         """tokens: of a step and rank."""
         result = estimate(
-            self.traced.forward.graph,
-            self.traced.backward.graph,
+            *self.graphs,
             self._axes(layout),
             self.rates,
             optimizer_bytes=ADAMW_PASSES * self.part.stored(layout)[1],
             size=self.size,
-            times=self.traced.times,
             filled=self.filled,
         )
-        figures = {figure.name: figure.value for figure in result.time}
-        more = self.part.replication(layout, self.rates)
-        step, sending = result.step + more, figures["communication"] + more
-        exposed = (figures["exposed communication"] + more) / sending if sending else 0.0
-        return Candidate(layout, step, tokens / step, exposed, states, peak)
+        exposed = next(figure.value for figure in result.time if figure.name == "exposed share")
+        return Candidate(layout, result.step, tokens / result.step, exposed, states, peak)
 
     def _axes(self, layout: Layout) -> dict[str, Axis]:
         """The traced axes in another layout's sizes."""
         rest = max(layout.ep // layout.tp, 1)
-        sizes = {"tp": layout.tp, "ep": layout.ep, "ep_rest": rest, "efsdp": layout.fsdp // rest, "fsdp": layout.fsdp}
+        sizes = dataclasses.asdict(layout) | {"ep_rest": rest, "efsdp": layout.fsdp // rest}
         axes = {name: dataclasses.replace(axis, size=sizes[name]) for name, axis in self.traced.mesh.axes.items()}
-        return axes | {"dp_replicate": Axis("dp_replicate", layout.dp_replicate, 0, "dp_replicate")}
+        return axes
 
 
 def _remembering(size: Size) -> Size:

@@ -1,9 +1,10 @@
-"""An estimate of a training step's time: the lowered graphs on two streams, one that computes and one that sends.
+"""An estimate of a training step's time: its graphs on two streams, one that computes and one that sends.
 
-The graph's order is the program's order, as in the code that inductor writes. Kernels run one after the other on the
-compute stream, collectives one after the other on the communication stream. A collective starts when the kernels before
-it are done, as NCCL's do, and a wait holds the compute stream until its collective is done: what stands between the two
-overlaps with it, and where nothing does, the collective is exposed. The optimizer follows the backward graph.
+The graph's order is the program's order: the graphs of a plan are `scheduled` as a GPU's are. Kernels run one after the
+other on the compute stream, collectives one after the other on the communication stream. A collective starts when the
+kernels before it are done, as NCCL's do, and a wait holds the compute stream until its collective is done: what stands
+between the two overlaps with it, and where nothing does, the collective is exposed. The optimizer follows the backward
+graph.
 
 This is a graph whose longest path, the critical path, takes as long as the step. What is left out: the host (launches,
 and the reads of routed sizes), and that kernels slow each other down on one device.
@@ -11,7 +12,7 @@ and the reads of routed sizes), and that kernels slow each other down on one dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
@@ -32,15 +33,11 @@ ADAMW_PASSES = 7
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """What a step takes. time, compute: figures for a report; the last of `time` is the step.
-
-    collectives: seconds of every collective node, of all layers that it stands for.
-    """
+    """What a step takes. time, compute: figures for a report; the last of `time` is the step."""
 
     time: tuple[Figure, ...]
     compute: tuple[Figure, ...]
     critical_path: tuple[PathStep, ...]
-    collectives: Mapping[fx.Node, float]
 
     @property
     def step(self) -> float:
@@ -68,30 +65,34 @@ def estimate(
     *,
     optimizer_bytes: int = 0,
     size: Size = int,
-    times: Callable[[fx.Node], int] = lambda node: 1,
     filled: Mapping[str, float] | None = None,
 ) -> TimeEstimate:
-    """Estimate a training step from its lowered graphs.
+    """Estimate a training step from its graphs, of all layers and in the order in which they run (see `scheduled`).
 
     axes: of the storage mesh. optimizer_bytes: that an optimizer step reads and writes, see ADAMW_PASSES. size: a
-    symbolic size as a number. times: how many nodes of the model a node stands for, where layers that are alike were
-    traced once; they run, in the estimate, side by side with the same overlap. filled: see `kernels.filled_rows`.
+    symbolic size as a number. filled: see `kernels.filled_rows`.
 
     Raises ValueError for a dtype without a rate, and for a collective without a formula.
     """
     groups = groups_of(axes, rates.ranks_a_node)
     tasks: list[Task] = []
-    sent: dict[fx.Node, float] = {}
-    parts: list[tuple[Kernels, Callable[[fx.Node], int]]] = []
+    parts: list[Kernels] = []
     for phase, graph in (("forward", forward), ("backward", backward)):
         cost = kernels(graph, rates, size, filled)
-        parts.append((cost, times))
-        started = {n: _collective(n, groups, rates, size) * times(n) for n in graph.nodes if is_collective(n)}
-        sent |= started
-        tasks += _tasks(graph, phase, cost, started, groups, times, len(tasks))
+        parts.append(cost)
+        tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size), groups, len(tasks))
     tasks.append(Task("optimizer", "", "optimizer", optimizer_bytes / (rates.memory_bandwidth * rates.memory_fraction)))
     path = _critical_path(tasks)
-    return TimeEstimate(_time(tasks, path, rates), _compute(parts, tasks, rates), _fold(path), sent)
+    return TimeEstimate(_time(tasks, path, rates), _compute(parts, tasks, rates), _fold(path))
+
+
+def collective_times(graph: fx.Graph, axes: Mapping[str, Axis], rates: Rates, size: Size = int) -> dict[fx.Node, float]:
+    """Seconds of every collective node of a graph.
+
+    Raises ValueError for a collective without a formula.
+    """
+    groups = groups_of(axes, rates.ranks_a_node)
+    return {node: _collective(node, groups, rates, size) for node in graph.nodes if is_collective(node)}
 
 
 def _collective(node: fx.Node, groups: Mapping[str, Group], rates: Rates, size: Size) -> float:
@@ -111,7 +112,6 @@ def _tasks(
     cost: Kernels,
     started: Mapping[fx.Node, float],
     groups: Mapping[str, Group],
-    times: Callable[[fx.Node], int],
     first: int,
 ) -> Iterator[Task]:
     """What takes time or waits, in the graph's order. first: number of the first task."""
@@ -125,7 +125,7 @@ def _tasks(
         elif is_wait(node) and node.args[0] in number:
             yield Task("compute", module, phase, 0.0, waits_for=number[node.args[0]])
         elif seconds := cost.seconds.get(node, 0.0):
-            yield Task("compute", module, phase, seconds * times(node))
+            yield Task("compute", module, phase, seconds)
         else:
             continue
         first += 1
@@ -179,12 +179,14 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
         Figure(
             "computation", computing, "sum over the kernels of forward and backward, see the figures of computation"
         ),
-        Figure("communication", sending, f"sum over the collectives of forward and backward; {FORMULA}"),
+        Figure(
+            "communication", sending, f"sum over the collectives of forward and backward, merged as they run; {FORMULA}"
+        ),
         Figure(
             "exposed communication",
             exposed,
             "step - computation - optimizer: while a wait holds the compute stream. Nodes between a collective and its "
-            "wait overlap with it; the order is the graph's",
+            "wait overlap with it; the order is that of bucket_collectives, overlap_dispatch and overlap_communication",
         ),
         Figure("exposed share", share, "exposed communication / communication"),
         Figure(
@@ -198,16 +200,14 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
     )
 
 
-def _compute(
-    parts: Sequence[tuple[Kernels, Callable[[fx.Node], int]]], tasks: Sequence[Task], rates: Rates
-) -> tuple[Figure, ...]:
+def _compute(parts: Sequence[Kernels], tasks: Sequence[Task], rates: Rates) -> tuple[Figure, ...]:
     counts: dict[bool, float] = {True: 0.0, False: 0.0}
     seconds: dict[bool, float] = {True: 0.0, False: 0.0}
-    for cost, times in parts:
+    for cost in parts:
         for node, count in cost.flops.items():
             attention = timed.ATTENTION in name_of(node)
-            counts[attention] += count * times(node)
-            seconds[attention] += cost.seconds[node] * times(node)
+            counts[attention] += count
+            seconds[attention] += cost.seconds[node]
     others = sum(t.seconds for t in tasks[:-1] if not t.sends) - seconds[True] - seconds[False]
     return (
         Figure("FLOPs of matrix products", counts[False], "2 x rows x inner x columns, forward and backward"),

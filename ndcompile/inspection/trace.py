@@ -74,7 +74,7 @@ class Traced:
     proof: what is known of the captured graph's values along tp; None without tp, and with experts over ep.
     opaque: what to tell of modules that run as one opaque node.
     rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
-    trained.
+    trained. disabled: passes that were left out.
     """
 
     plan: ShardingPlan
@@ -88,6 +88,7 @@ class Traced:
     frozen: frozenset[str]
     proof: Proof | None = None
     opaque: tuple[str, ...] = ()
+    disabled: frozenset[str] = frozenset()
 
     @cached_property
     def _known(self) -> dict[Any, int]:
@@ -140,7 +141,8 @@ def trace(
 
     model: on meta or with weights; it is left as it is. sizes: dp_replicate, fsdp, tp and ep, the number of expert
     shards. whole: trace every layer, even where layers are alike; so does a `memory_budget`, which recomputes some of
-    them. proven: capture without tp too, and prove the graph.
+    them. disabled: passes to leave out, of the graph and of its schedule. proven: capture without tp too, and prove the
+    graph.
 
     Works with and without a running process group, and starts none. Raises PlanError and CaptureError as
     `ndcompile.compile` and the first call do.
@@ -188,9 +190,8 @@ def trace(
     rows = MappingProxyType(even_rows(graphs.forward.graph))
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     opaque = tuple(shadow.opaque.notes())
-    return Traced(
-        plan, mesh, captured, graphs.forward, graphs.backward, tuple(views), stack, rows, frozen, proof, opaque
-    )
+    lowered = (graphs.forward, graphs.backward)
+    return Traced(plan, mesh, captured, *lowered, tuple(views), stack, rows, frozen, proof, opaque, frozenset(disabled))
 
 
 def _view(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> PassView:
