@@ -78,6 +78,12 @@ def test_a_bucket_ends_with_its_layer():
     assert gathers >= 6  # weights so small would be one bucket
 
 
+def test_shards_of_many_ranks_do_not_make_more_nodes_of_every_layer():
+    few, many = (scheduled(traced_step("qwen3_moe", {"fsdp": size, "ep": 4})) for size in (16, 32))
+    for one, other in zip(few, many, strict=True):
+        assert len(other.nodes) < 1.05 * len(one.nodes)
+
+
 def test_disabled_passes_do_not_run():
     model = models.on_meta("llama", num_hidden_layers=6)
     arguments = {"batch_size": 2, "seq_len": 16, "proven": False, "disabled": tuple(PASSES)}
