@@ -34,6 +34,7 @@ from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as produce_and_exchange
@@ -482,6 +483,8 @@ __all__ = [
     "produce_and_exchange",
     "register_process_group",
     "resolve_process_group",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
     "scans_as_operators",
     "size_hint",
     "skipped_cuda_graphs",
