@@ -16,6 +16,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "search",
+        allow_abbrev=False,
         help="find the layouts of a number of ranks that fit the memory, the fastest first",
         description="List the legal layouts (dp_replicate, fsdp, tp, ep) that fit the memory of a rank, the fastest "
         "first, and why the others do not fit or are not legal. Times are estimates from stated rates. Needs no "
