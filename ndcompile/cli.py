@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 
 from ndcompile.errors import NdcompileError
-from ndcompile.inspection.plan_command import add_axes
+from ndcompile.inspection.plan_command import AXES, add_axes, option
 from ndcompile.inspection.plan_command import add_parser as add_plan
 from ndcompile.inspection.search_command import add_parser as add_search
 from ndcompile.inspection.source import model_of
@@ -27,13 +27,23 @@ from ndcompile.planning import LoadingPlan, plan_loading
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done or proven, 1 a fault was found, 2 it cannot be planned."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. {_axes(options)}")
     transformers.logging.set_verbosity_error()
     try:
         return options.run(options)
     except (NdcompileError, OSError, ValueError) as error:
         print(f"ndcompile: {error}", file=sys.stderr)
         return 2
+
+
+def _axes(options: argparse.Namespace) -> str:
+    """What a command that was given an option it does not know takes as sizes of the mesh."""
+    if not hasattr(options, "fsdp"):
+        return "This command takes no sizes of axes: --help lists its options."
+    return f"Axes of a mesh: {', '.join(map(option, AXES))}; --help lists the other options."
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
+        allow_abbrev=False,
         help="prove that all ranks together load every tensor",
         description="Prove that the slices of all ranks tile every tensor, and that every byte of the checkpoint is "
         "used once. Needs no process group, no GPU and no memory for weights.",

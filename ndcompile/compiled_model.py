@@ -225,6 +225,7 @@ class CompiledModel:
         stage(f"compiling with {self.options.backend}")
         what = f"{type(self.model).__name__}, {sizes[0].lower()}{sizes[1:]}"
         fixed = fixed_inputs(captured, self.mesh.device, what) if self.options.cuda_graphs else None
+        groups = {axis.group: axis.name for axis in self.mesh.axes.values()}
         compile = partial(
             lower,
             captured,
@@ -233,8 +234,9 @@ class CompiledModel:
             disabled=self.options.disabled,
             fixed_inputs=fixed,
             beside_products=beside,
+            groups=groups,
         )
-        lines = collective_lines(captured.module.graph, {a.group: a.name for a in self.mesh.axes.values()})
+        lines = collective_lines(captured.module.graph, groups)
         if signature.programs:
             if lines != signature.collectives:
                 raise AgreementError(

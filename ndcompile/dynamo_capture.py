@@ -19,22 +19,21 @@ from ndcompile.capture import Captured, state_inputs
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETER, GraphInput
 from ndcompile.shadow import Shadow
-from ndcompile.torch_private import FakeTensorMode, example_of, is_checkpoint
+from ndcompile.torch_private import FakeTensorMode, example_of, guard_scalar, holds_float, is_checkpoint
 from ndcompile.trace_graph import trace
 from ndcompile.transformers_private import AUXILIARY_LOSS
 
 
 @dataclass(frozen=True)
 class DynamoInputs:
-    """The placeholders of Dynamo's graph. `states`: what they stand for, None for an argument of the caller."""
+    """The placeholders of Dynamo's graph. `states`: what they stand for, None for an argument of the caller.
+
+    arguments: positions of the caller's tensors and sizes; floats, which Dynamo passes as tensors, are none (`Replay`).
+    """
 
     placeholders: tuple[fx.Node, ...]
     states: tuple[GraphInput | None, ...]
-
-    @property
-    def arguments(self) -> list[int]:
-        """Positions of the caller's tensors and sizes."""
-        return [position for position, state in enumerate(self.states) if state is None]
+    arguments: tuple[int, ...]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -107,7 +106,10 @@ def read_inputs(graph: fx.Graph) -> DynamoInputs:
                 f"of shape {tuple(example.shape)}: its gradient would be that of one rank alone. Compile the model by "
                 "itself, or make that module part of it before ndcompile.prepare."
             )
-    return DynamoInputs(placeholders, tuple(getattr(example, "stands_for", (None, None))[1] for example in examples))
+    states = tuple(getattr(example, "stands_for", (None, None))[1] for example in examples)
+    ours = zip(placeholders, states, strict=True)
+    arguments = (number for number, (node, state) in enumerate(ours) if state is None and not holds_float(node))
+    return DynamoInputs(placeholders, states, tuple(arguments))
 
 
 def capture_from_dynamo(
@@ -128,7 +130,7 @@ def capture_from_dynamo(
     def program(*flat: Any) -> list[Any]:
         values = dict(zip(inputs, flat, strict=True))
         states = zip(read.placeholders, read.states, strict=True)
-        outputs = Replay(gm).run(*(values[state or GraphInput(ARGUMENT, node.name)] for node, state in states))
+        outputs = Replay(gm).run(*(values.get(state or GraphInput(ARGUMENT, node.name)) for node, state in states))
         return list(outputs)
 
     module = trace(program, inputs, fakes, fake_mode, shadow.module)
@@ -138,7 +140,18 @@ def capture_from_dynamo(
 
 class Replay(fx.Interpreter):
     """Runs Dynamo's graph. Bodies of checkpointed layers, which Dynamo keeps as graphs of their own, run in line: what
-    is recomputed is decided by passes/checkpoint_layers.py."""
+    is recomputed is decided by passes/checkpoint_layers.py.
+
+    With dynamic=True Dynamo makes floats symbolic as well (an epsilon, the scale of attention, a float of the caller):
+    tensors whose `item()` the graph takes. Here they are numbers again, and Dynamo guards them: another number compiles
+    again, as it does in `ndcompile.compile`.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = n.meta.get("example_value")
+        if n.target == "item" and isinstance(value, torch.SymFloat) and value.node.has_hint():
+            return guard_scalar(value)
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_checkpoint(target):

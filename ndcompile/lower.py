@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def lower(
     disabled: Collection[str] = (),
     fixed_inputs: Sequence[int] | None = None,
     beside_products: str | None = None,
+    groups: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
@@ -53,6 +55,7 @@ def lower(
     disabled: passes of `schedule.SCHEDULING` to leave out.
     fixed_inputs: for a program that inductor records as a CUDA graph, see `cuda_graphs`.
     beside_products: the process group whose collectives `pipeline_matmuls` rewrites.
+    groups: process groups -> names of axes, for the graphs that are published.
 
     `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
     the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
@@ -73,14 +76,14 @@ def lower(
             stack.enter_context(backward_compiled_with_forward())
             if fixed_inputs is not None:
                 disabled = {*disabled, "reuse_layers"}
-            settings = inductor_settings(disabled, beside_products) | (KERNELS_ALIKE if alike else {})
+            settings = inductor_settings(disabled, beside_products, groups) | (KERNELS_ALIKE if alike else {})
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
                 settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}
             stack.enter_context(own_decompositions())
             compiled: Any = compile_fx(module, fakes, config_patches=settings, **options)
             return compiled, partitioner
-        pipeline = Schedule([*disabled, *(set(SCHEDULING) - {PIPELINE})], beside_products)
+        pipeline = Schedule([*disabled, *(set(SCHEDULING) - {PIPELINE})], beside_products, groups)
 
         def run_graph(gm: fx.GraphModule, inputs: Sequence[object], backward: bool = False) -> Callable[..., Any]:
             pipeline(gm.graph)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from torch import fx
 
 from ndcompile.capture import Captured
-from ndcompile.dump import dump
 from ndcompile.pass_context import PassContext
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.chunk_loss import chunk_loss
@@ -25,11 +23,9 @@ from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.proof.check import Prover
 from ndcompile.proof.made import run_marked
 from ndcompile.proof.prove import Proof
+from ndcompile.publish import publish
 from ndcompile.schedule import SCHEDULING
-from ndcompile.torch_private import trace_structured
 from ndcompile.verifier import FACTS, Check, check_groups, verify
-
-_logger = logging.getLogger("ndcompile.pipeline")
 
 Pass = Callable[[fx.Graph, PassContext], None]
 
@@ -79,12 +75,11 @@ def run_passes(
 
     Returns what is proven of it along tp, or None where that was not asked for or is not possible.
 
-    The graph goes to torch's own channels as well, at the start and after each pass: as text to the log at debug level
-    (`TORCH_LOGS="+ndcompile"`), and as an artifact `ndcompile_<pass>` to the structured trace (`TORCH_TRACE=folder`).
+    The graph goes to torch's own channels as well, at the start and after each pass, see `ndcompile.publish`.
     """
     graph = captured.module.graph
     groups = {axis.group: name for name, axis in context.mesh.axes.items()}
-    _publish("captured", graph, groups)
+    publish("captured", graph, groups)
     if observe:
         observe("captured", captured.module)
     prover, proven = Prover(graph, context), False
@@ -93,7 +88,7 @@ def run_passes(
         if run.__name__ not in disabled:
             run_marked(run, graph, context)
             facts += FACTS.get(run.__name__, ())
-            _publish(run.__name__, graph, groups)
+            publish(run.__name__, graph, groups)
             if observe:
                 observe(run.__name__, captured.module)
         proven = proven or run is PROVEN_FROM
@@ -103,15 +98,3 @@ def run_passes(
     verify(graph, context)
     captured.module.recompile()
     return prover.proof
-
-
-def _publish(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> None:
-    """The graph as the pass `name` left it, to whoever listens; the text is made only then."""
-    if _logger.isEnabledFor(logging.DEBUG):
-        _logger.debug("graph after %s, %d nodes\n%s", name, len(graph.nodes), dump(graph, groups))
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"ndcompile_{name}", "encoding": "string"},
-        payload_fn=lambda: dump(graph, groups),
-        expect_trace_id=False,
-    )

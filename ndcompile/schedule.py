@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -24,6 +25,7 @@ from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
 from ndcompile.passes import pipeline_matmuls as pipeline
 from ndcompile.passes import reuse_layers as reuse
+from ndcompile.publish import publish
 from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
 
 PIPELINE = "pipeline_matmuls"
@@ -62,25 +64,35 @@ class Schedule(CustomGraphPass):
     """The passes of SCHEDULING but the disabled ones, as one pass of inductor.
 
     beside_products: the process group whose collectives `pipeline_matmuls` rewrites; None leaves that pass out.
+    groups: process groups -> names of axes, for what is published after each pass; no part of the pass's identity.
     """
 
-    def __init__(self, disabled: Collection[str] = (), beside_products: str | None = None) -> None:
+    def __init__(
+        self,
+        disabled: Collection[str] = (),
+        beside_products: str | None = None,
+        groups: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         left_out = {*disabled, PIPELINE} if beside_products is None else disabled
         self.names = tuple(name for name in SCHEDULING if name not in left_out)
         self.group = beside_products
+        self.groups = dict(groups)
 
     def __call__(self, graph: fx.Graph) -> None:
         for name in self.names:
             run = SCHEDULING[name]
             (partial(run, group=self.group) if name == PIPELINE else run)(graph)
+            publish(name, graph, self.groups)
 
     def uuid(self) -> str:
         """Part of inductor's cache keys."""
         return f"{get_hash_for_files(SOURCES).hex()} {self.names} {self.group}"
 
 
-def inductor_settings(disabled: Collection[str], beside_products: str | None = None) -> dict[str, Any]:
+def inductor_settings(
+    disabled: Collection[str], beside_products: str | None = None, groups: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """What of torch._inductor.config makes it run the passes and keep their order."""
-    schedule = Schedule(disabled, beside_products)
+    schedule = Schedule(disabled, beside_products, groups)
     settings = FUNCTIONAL if "reuse_layers" in schedule.names else {}
     return {"post_grad_custom_post_pass": schedule} | KEEP_ORDER | settings

@@ -35,6 +35,7 @@ from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.runtime import triton_heuristics
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as produce_and_exchange
@@ -63,7 +64,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, guard_scalar
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -95,6 +96,12 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str,
 def example_of(placeholder: torch.fx.Node) -> object:
     """The value that Dynamo lifted to this placeholder of its graph: the caller's or a module's own tensor, no fake."""
     return placeholder.meta["grapharg"].example if "grapharg" in placeholder.meta else None
+
+
+def holds_float(placeholder: torch.fx.Node) -> bool:
+    """Whether a placeholder of Dynamo's graph is a symbolic float, which Dynamo passes as a tensor."""
+    value = placeholder.meta.get("example_value")
+    return placeholder.op == "placeholder" and isinstance(getattr(value, "item_memo", None), torch.SymFloat)
 
 
 def is_checkpoint(target: object) -> bool:
@@ -481,6 +488,8 @@ __all__ = [
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "get_hash_for_files",
+    "guard_scalar",
+    "holds_float",
     "invoke_subgraph",
     "is_checkpoint",
     "launch_empty_grids",
@@ -496,6 +505,8 @@ __all__ = [
     "produce_and_exchange",
     "register_process_group",
     "resolve_process_group",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
     "scans_as_operators",
     "size_hint",
     "skipped_cuda_graphs",

@@ -116,6 +116,19 @@ def test_frozen_parameters_have_neither_gradient_nor_moments():
     assert figures["optimizer"] == 2 * figures["gradients"]
 
 
+@pytest.mark.parametrize("config", [{}, {"fsdp_size": 2, "tp_size": 2}])
+def test_recomputed_attention_multiplies_in_forward_and_once_more_in_backward(config):
+    """2 products forward, 2 recomputed and 5 backward, instead of 2 and 5."""
+    figures = []
+    for on in (False, True):
+        model = models.on_meta("llama", num_hidden_layers=4)
+        report = ndcompile.plan(model, config, seq_len=64, gradient_checkpointing=on).report
+        figures.append({figure.name: figure.value for figure in report.compute})
+    plain, recomputed = figures
+    assert recomputed["FLOPs of attention"] / plain["FLOPs of attention"] == pytest.approx(9 / 7)
+    assert recomputed["attention"] > plain["attention"]
+
+
 def test_recomputed_layers_keep_fewer_activations():
     model = models.on_meta("llama", num_hidden_layers=4)
     kept, recomputed = (

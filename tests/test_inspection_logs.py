@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from ndcompile.pipeline import pass_names
+from ndcompile.schedule import SCHEDULING
 
 SCRIPT = """
 import models, ndcompile
-ndcompile.plan(models.config("llama", num_hidden_layers=1), {"tp_size": 2}, seq_len=8)
+from ndcompile.schedule import Schedule
+plan = ndcompile.plan(models.config("llama", num_hidden_layers=1), {"tp_size": 2}, seq_len=8)
+Schedule(beside_products="tp", groups=plan.traced.groups)(plan.traced.forward.graph)  # as inductor does
 """
+NAMES = ["captured", *pass_names(), *SCHEDULING]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +37,12 @@ def told(tmp_path_factory):
     return run.stderr, "".join(file.read_text() for file in folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["captured", *pass_names()])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_pass_logs_its_graph(told, name):
     assert f"graph after {name}, " in told[0]
 
 
-@pytest.mark.parametrize("name", ["captured", *pass_names()])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_pass_leaves_a_named_artifact(told, name):
     assert f'"name": "ndcompile_{name}"' in told[1]
 

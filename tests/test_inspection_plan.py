@@ -175,6 +175,23 @@ def test_the_command_says_what_would_be_legal(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("axis", ["--pp", "--cp"])  # --cp is no abbreviation of --cpu-offload
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        (["plan"], "Axes of a mesh: --fsdp, --tp, --ep, --dp-replicate; --help lists"),
+        (["verify"], "Axes of a mesh: --fsdp, --tp, --ep, --dp-replicate; --help lists"),
+        (["search", "--world", "2", "--memory", "1GB"], "takes no sizes of axes"),
+    ],
+)
+def test_an_unknown_axis_of_a_command_lists_the_known_ones(command, axis, remedy, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "config.json", axis, "2"])
+    error = capsys.readouterr().err
+    assert f"unrecognized arguments: {axis} 2. " in error
+    assert remedy in error
+
+
 def test_an_unknown_source_is_refused(capsys):
     assert main(["plan", "nobody/nothing"]) == 2
     assert "neither a file, nor a folder, nor a Hub id in the local cache" in capsys.readouterr().err

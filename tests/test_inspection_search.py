@@ -17,6 +17,7 @@ from ndcompile.inspection.rates import PRESETS
 from ndcompile.inspection.scheduled import scheduled
 from ndcompile.inspection.search import search
 from ndcompile.inspection.search_result import Layout, SearchResult
+from ndcompile.inspection.search_table import search_table
 from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import trace
 
@@ -150,6 +151,40 @@ def test_expert_shards_that_do_not_divide_the_experts_name_what_would(experts: S
     assert "Legal ep sizes: [2, 4]" in reason
 
 
+def test_expert_shards_that_are_no_multiple_of_tp_say_so(experts: SearchResult) -> None:
+    reason = next(entry.reason for entry in experts.illegal if entry.where == "tp=4, ep=2")
+    assert "must be a multiple of tp=4. Multiples on 8 ranks: [4, 8]" in reason
+    assert not any(entry.where.startswith("tp=2, ep=2") and "fsdp" not in entry.where for entry in experts.illegal)
+
+
+def test_fsdp_that_is_no_multiple_of_the_expert_ranks_says_so(experts: SearchResult) -> None:
+    reason = next(entry.reason for entry in experts.illegal if entry.where == "tp=1, ep=4, fsdp=1, 2")
+    assert "fsdp must be a multiple of ep / tp = 4. Legal fsdp sizes with tp=1, ep=4: [4, 8]" in reason
+
+
+def test_every_layout_is_found_or_told_about(experts: SearchResult) -> None:
+    """Sizes of (fsdp, tp, ep) whose product is the world: each is a candidate, or stands in a reason."""
+    found = {(other.layout.fsdp, other.layout.tp, other.layout.ep) for other in experts.unfit}
+    reasons = [_sizes(entry.where) for entry in experts.illegal]
+    divisors = (1, 2, 4, 8)
+    for tp in divisors:
+        for fsdp in (n for n in divisors if 8 // tp % n == 0):
+            for ep in divisors:
+                sizes = {"tp": tp, "fsdp": fsdp, "ep": ep}
+                told = any(all(sizes[axis] in values for axis, values in where.items()) for where in reasons)
+                assert told != ((fsdp, tp, ep) in found), sizes
+
+
+def _sizes(where: str) -> dict[str, list[int]]:
+    """The axes that an entry names -> sizes."""
+    sizes: dict[str, list[int]] = {}
+    axis = ""
+    for part in where.split(", "):
+        axis = part.partition("=")[0] if "=" in part else axis
+        sizes.setdefault(axis, []).append(int(part.rpartition("=")[2]))
+    return sizes
+
+
 def test_a_model_without_experts_has_no_ep(four: SearchResult) -> None:
     assert {found.layout.ep for found in four.fitting} == {1}
 
@@ -159,7 +194,10 @@ def test_the_tables_stay_within_100_columns(four: SearchResult, experts: SearchR
     lines = str(long).splitlines()
     assert max(map(len, lines)) <= 100
     assert any("tokens/s a rank" in line for line in lines)
-    assert "and 8 slower ones that fit" in lines
+    assert "and 8 slower ones that fit (--all lists them)" in lines
+    everything = search_table(long, every=True).splitlines()
+    assert len(everything) == len(lines) + 8 - 1
+    assert max(map(len, everything)) <= 100
 
 
 def test_reasons_that_differ_in_the_size_alone_are_one_line() -> None:
@@ -176,6 +214,22 @@ def save(folder: Path) -> str:
 def test_the_command_prints_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", save(tmp_path), "--world", "2", "--memory", "1GiB", "--seq", "32"]) == 0
     assert "LlamaForCausalLM on 2 ranks of 1.074 GB" in capsys.readouterr().out
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    target = tmp_path / "search.json"
+    command = ["search", save(tmp_path), "--world", "2", "--memory", "1GiB", "--seq", "32", "--all"]
+    assert main([*command, "--json", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert found["schema"] == 1
+    assert {tuple(entry["layout"].values()) for entry in found["fitting"]} == {(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)}
+    assert found["fitting"][0].keys() == {"layout", "step", "tokens", "exposed", "states", "peak"}
+
+
+def test_a_missing_folder_is_told_before_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "no" / "search.json"
+    assert main(["search", "no", "--world", "2", "--memory", "1GB", "--json", str(target)]) == 2
+    assert f"the folder {tmp_path / 'no'} does not exist" in capsys.readouterr().err
 
 
 def test_the_command_fails_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ over the vocabulary reads it twice). Views are free.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ndcompile.host_copies import BACK, COPY
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.trace import module_of
 from ndcompile.saved_activations import is_view
+from ndcompile.torch_private import run_and_save_rng_state, run_with_rng_state
 
 Size = Callable[[Any], int]
 """A size of a fake tensor, which may be symbolic, as a number."""
@@ -38,6 +40,8 @@ ALONE = frozenset(
     }
 )
 """Operators that inductor leaves to a kernel of their own."""
+RANDOM: Mapping[Any, int] = {run_and_save_rng_state: 0, run_with_rng_state: 1}
+"""What wraps an operator that may draw random numbers, and which of its arguments is the operator."""
 GATHERS = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators that read as many elements of their first input as they return, not all."""
 
@@ -65,14 +69,27 @@ def kernels(graph: fx.Graph, rates: Rates, size: Size = int, filled: Mapping[str
     for node, count in counted.items():
         fraction = rates.attention_fraction if ATTENTION in name_of(node) else rates.matmul_fraction
         # float8 and the like: what is multiplied decides, not what comes out
-        dtype = node.all_input_nodes[0].meta["val"].dtype
+        dtype = next(n for n in called(node)[1] if isinstance(n, fx.Node)).meta["val"].dtype
         seconds[node] = max(seconds[node], count / (rates.peak(dtype) * fraction))
     return Kernels(seconds, counted)
 
 
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node runs, and its positional arguments.
+
+    AOTAutograd wraps operators that may draw random numbers, such as attention, where they are recomputed: forward
+    saves the generator's state and backward restores it.
+    """
+    if node.target in RANDOM:
+        first = RANDOM[node.target]
+        return node.args[first], node.args[first + 1 :]
+    return node.target, node.args
+
+
 def name_of(node: fx.Node) -> str:
     """Short name of the operator that a node calls; "" for anything else."""
-    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+    target = called(node)[0]
+    return target._opname if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -87,10 +104,17 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a node's value."""
+    """The tensors of a node's value, in tuples inside of it too."""
     if isinstance(value, Tensor):
         return [value]
-    return [part for part in value if isinstance(part, Tensor)] if isinstance(value, tuple | list) else []
+    return [found for part in value for found in tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a node returns, as fakes; of an operator whose generator is saved (`RANDOM`) what is taken from it."""
+    if "val" not in node.meta and node.target in RANDOM:
+        return tuple(part.meta["val"] for part in node.users if part.target is operator.getitem)
+    return node.meta.get("val")
 
 
 def bytes_of(value: Any, size: Size = int) -> int:
@@ -104,15 +128,16 @@ def flops(node: fx.Node, size: Size = int, filled: Mapping[str, float] | None = 
     Attention that is causal does half of it. Its backward multiplies five times, forward twice. filled: the part of the
     rows of an experts module that its grouped products multiply; of others they multiply all.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    target, arguments = called(node)
+    if not isinstance(target, torch._ops.OpOverload):
         return 0
     name = name_of(node)
     if name.startswith(ATTENTION):
         return _attention_flops(node, size)
-    formula = flop_registry.get(node.target.overloadpacket)
+    formula = flop_registry.get(target.overloadpacket)
     if formula is None and name != GROUPED:
         return 0
-    given: Any = fx.map_arg((node.args, node.kwargs), lambda n: _plain(n.meta["val"], size))
+    given: Any = fx.map_arg((arguments, node.kwargs), lambda n: _plain(n.meta["val"], size))
     args, kwargs = given
     if formula is None:
         return int(_grouped_flops(*args[:2]) * (filled or {}).get(module_of(node), 1.0))
@@ -121,13 +146,14 @@ def flops(node: fx.Node, size: Size = int, filled: Mapping[str, float] | None = 
 
 def _attention_flops(node: fx.Node, size: Size) -> int:
     """torch's own formula expects as many heads of keys as of queries."""
-    backward = name_of(node).endswith("backward")
-    query, key, value = (n.meta["val"] for n in node.args[backward : backward + 3])  # type: ignore[union-attr]
+    target, arguments = called(node)
+    backward = target._opname.endswith("backward")
+    query, key, value = (n.meta["val"] for n in arguments[backward : backward + 3])
     *outer, rows, width = map(size, query.shape)
     columns, out = size(key.shape[-2]), size(value.shape[-1])
     products = 3 * width + 2 * out if backward else width + out
     count = 2 * math.prod(outer) * rows * columns * products
-    named = {argument.name: given for argument, given in zip(node.target._schema.arguments, node.args, strict=False)}  # type: ignore[union-attr]
+    named = {argument.name: given for argument, given in zip(target._schema.arguments, arguments, strict=False)}
     return count // 2 if (named | node.kwargs).get("is_causal") else count
 
 
@@ -175,7 +201,7 @@ class _Traffic:
             members[self._find(node)].append(node)
         shares: dict[fx.Node, float] = {}
         for group in members.values():
-            total, weights = self._moved(group), [bytes_of(n.meta.get("val"), self.size) for n in group]
+            total, weights = self._moved(group), [bytes_of(value_of(n), self.size) for n in group]
             scale = total / (sum(weights) or 1)
             shares |= {node: weight * scale for node, weight in zip(group, weights, strict=True)}
         return shares
@@ -210,11 +236,11 @@ class _Traffic:
                 if (source := self.source[used]) not in inside and not _is_constant(source):
                     read[source] = max(read[source], self._read(node, used))
         outputs = [n for n in group if not _is_constant(n) and any(user not in inside for user in self._users(n))]
-        return sum(read.values()) + sum(bytes_of(n.meta.get("val"), self.size) for n in outputs)
+        return sum(read.values()) + sum(bytes_of(value_of(n), self.size) for n in outputs)
 
     def _read(self, node: fx.Node, used: fx.Node) -> int:
         """Bytes of `used`, perhaps a view, that `node` reads. An expanded view has no more bytes than its source."""
-        value, source = (bytes_of(n.meta.get("val"), self.size) for n in (used, self.source[used]))
+        value, source = (bytes_of(value_of(n), self.size) for n in (used, self.source[used]))
         needed = min(value, source) if is_view(used) else value
         if name_of(node) in GATHERS and used is node.args[0]:
             return min(needed, bytes_of(node.meta["val"], self.size))
@@ -231,7 +257,7 @@ class _Traffic:
 def _runs(node: fx.Node) -> bool:
     """Whether a node is a kernel on the device, or part of one."""
     moves = is_view(node) or is_collective(node) or node.target in (COPY, BACK)
-    return bool(node.op == "call_function" and tensors(node.meta.get("val")) and not moves)
+    return bool(node.op == "call_function" and tensors(value_of(node)) and not moves)
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -243,7 +269,7 @@ def fuses(node: fx.Node) -> bool:
     """Whether inductor may fuse a node with its neighbours. Inputs do not hinder."""
     if node.op != "call_function":
         return True
-    target = node.target
+    target = called(node)[0]
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     name = name_of(node)

@@ -13,11 +13,20 @@ from ndcompile.errors import MeshError
 from ndcompile.inspection.api import check_output, load_plan, plan
 from ndcompile.inspection.rates import PRESETS
 
+AXES = {
+    "fsdp": "ranks that shard parameters and have different batches",
+    "tp": "ranks that share a batch",
+    "ep": "expert shards, a multiple of tp",
+    "dp_replicate": "copies of the sharded model",
+}
+"""Axes of a mesh that a command takes, and what they are."""
+
 
 def add_parser(commands: Any) -> None:
     """Add the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "plan",
+        allow_abbrev=False,
         help="show where parameters live on a mesh, what is communicated, and what a step costs",
         description="Show the sharding plan of a model on a mesh: parameters, boundaries, collectives, memory and time "
         "of a training step. Needs no process group, no GPU and no weights; tracing takes seconds.",
@@ -42,13 +51,13 @@ def add_parser(commands: Any) -> None:
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
     """Options for the sizes of the mesh."""
-    for axis, meaning in [
-        ("fsdp", "ranks that shard parameters and have different batches"),
-        ("tp", "ranks that share a batch"),
-        ("ep", "expert shards, a multiple of tp"),
-        ("dp-replicate", "copies of the sharded model"),
-    ]:
-        parser.add_argument(f"--{axis}", type=size, default=1, metavar="N", help=f"{meaning} (1)")
+    for axis, meaning in AXES.items():
+        parser.add_argument(option(axis), type=size, default=1, metavar="N", help=f"{meaning} (1)")
+
+
+def option(axis: str) -> str:
+    """How an axis is spelled as an option."""
+    return f"--{axis.replace('_', '-')}"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -97,12 +97,42 @@ def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]]
             )
             continue
         families += _families(world, tp, 1)
+        illegal |= _no_multiples(world, tp) if part.has_experts else {}
         for ep in (tp * rest for rest in _divisors(ranks) if tp * rest > 1 and part.has_experts):
             if reason := part.refusal(Layout(1, ranks, tp, ep)):
                 illegal.setdefault(f"ep={ep}", reason)
             else:
                 families += _families(world, tp, ep)
+                illegal |= _too_few_data_ranks(world, tp, ep)
     return families, [Illegal(where, reason) for where, reason in illegal.items()]
+
+
+def _no_multiples(world: int, tp: int) -> dict[str, str]:
+    """The numbers of expert shards that do not go with `tp`, and why."""
+    sizes = [ep for ep in _divisors(world) if ep > 1]
+    if not (left_out := [ep for ep in sizes if ep % tp]):
+        return {}
+    legal = [ep for ep in sizes if ep % tp == 0]
+    return {
+        f"tp={tp}, ep={_listed(left_out)}": f"ep counts expert shards, of which the {tp} ranks of a tp group "
+        f"hold as many each: it must be a multiple of tp={tp}. Multiples on {world} ranks: {legal}."
+    }
+
+
+def _too_few_data_ranks(world: int, tp: int, ep: int) -> dict[str, str]:
+    """The sizes of fsdp that do not go with `tp` and `ep`, and why."""
+    sizes, rest = _divisors(world // tp), ep // tp
+    if not (left_out := [fsdp for fsdp in sizes if fsdp % rest]):
+        return {}
+    legal = [fsdp for fsdp in sizes if fsdp % rest == 0]
+    return {
+        f"tp={tp}, ep={ep}, fsdp={_listed(left_out)}": f"The {ep} expert shards lie on tp x fsdp ranks: fsdp must "
+        f"be a multiple of ep / tp = {rest}. Legal fsdp sizes with tp={tp}, ep={ep}: {legal}."
+    }
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:

@@ -6,8 +6,11 @@ import argparse
 from typing import Any
 
 from ndcompile.byte_sizes import parse_bytes
+from ndcompile.inspection.api import check_output
 from ndcompile.inspection.rates import PRESETS, find_rates
 from ndcompile.inspection.search import search
+from ndcompile.inspection.search_table import search_table
+from ndcompile.inspection.serial import write_search
 from ndcompile.inspection.source import model_of
 from ndcompile.progress import stages
 
@@ -16,6 +19,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "search",
+        allow_abbrev=False,
         help="find the layouts of a number of ranks that fit the memory, the fastest first",
         description="List the legal layouts (dp_replicate, fsdp, tp, ep) that fit the memory of a rank, the fastest "
         "first, and why the others do not fit or are not legal. Times are estimates from stated rates. Needs no "
@@ -33,11 +37,15 @@ def add_parser(commands: Any) -> None:
         help=f"link and compute rates: {', '.join(PRESETS)}, or a .json or .toml file (h100-infiniband)",
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
+    parser.add_argument("--all", action="store_true", help="list all layouts that fit, not the fastest alone")
+    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Search and print; returns the exit status, 1 if nothing fits. Raises what `find_rates` and `search` raise."""
+    if options.json:
+        check_output(options.json)
     rates, model = find_rates(options.rates), model_of(options.source)
     if options.checkpointing:
         model.activation_checkpointing_enable()
@@ -51,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
             rates=rates,
             stage=stage,
         )
-    print(result)
+    if options.json:
+        write_search(result, options.json)
+    print(search_table(result, options.all))
     return 0 if result.fitting else 1
 
 

@@ -13,10 +13,16 @@ from ndcompile.inspection.search_result import Candidate, Illegal, SearchResult,
 from ndcompile.loader.rank_reads import spell_bytes
 
 WIDTH, SHOWN = 100, 12
+CAPTION = """\
+step = seconds of the critical path of computation, communication and optimizer at the rates above;
+tokens/s a rank = tokens of the step / ranks / step; exposed = share of the communication that
+kernels wait for; states = parameters + gradients + 2 moments of AdamW; peak = the most bytes alive"""
+"""Formulas of the columns; those of the parts of a step are under `ndcompile plan`."""
 
 
-def search_table(result: SearchResult) -> str:
-    """Text of a search, WIDTH columns at most: the first layouts that fit, what does not fit, what is not legal."""
+def search_table(result: SearchResult, every: bool = False) -> str:
+    """Text of a search, WIDTH columns at most: the first layouts that fit, or `every` one, what does not fit, what is
+    not legal."""
     console = Console(file=io.StringIO(), width=WIDTH)
     tokens = result.batch_size * result.seq_len
     console.print(
@@ -24,10 +30,13 @@ def search_table(result: SearchResult) -> str:
         f"({result.batch_size} x {result.seq_len}), rates {result.rates}",
         highlight=False,
     )
-    if result.fitting:
-        console.print(_fitting(result.fitting))
-    if len(result.fitting) > SHOWN:
-        console.print(f"and {len(result.fitting) - SHOWN} slower ones that fit", highlight=False)
+    shown = result.fitting if every else result.fitting[:SHOWN]
+    if shown:
+        console.print(_fitting(shown))
+        console.print(CAPTION, highlight=False)
+    if len(result.fitting) > len(shown):
+        more = len(result.fitting) - len(shown)
+        console.print(f"and {more} slower ones that fit (--all lists them)", highlight=False)
     if result.unfit:
         console.print(_unfit(result.unfit))
     if result.illegal:
@@ -50,7 +59,7 @@ def _fitting(candidates: Sequence[Candidate]) -> Table:
         "layouts that fit, the fastest first",
         *("dp_replicate", "fsdp", "tp", "ep", "step", "tokens/s a rank", "exposed", "states", "peak"),
     )
-    for found in candidates[:SHOWN]:
+    for found in candidates:
         sizes = map(str, vars(found.layout).values())
         seconds = f"{found.step * 1e3:,.0f} ms" if found.step >= 0.01 else f"{found.step * 1e3:.2f} ms"
         numbers = (f"{found.tokens:,.0f}", f"{found.exposed:.0%}", spell_bytes(found.states), spell_bytes(found.peak))

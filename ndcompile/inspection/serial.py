@@ -20,6 +20,10 @@ from ndcompile.inspection.report import (
     Report,
     SavedRow,
 )
+from ndcompile.inspection.search_result import SearchResult
+
+SEARCH_SCHEMA = 1
+"""Version of the JSON form of a search; it grows as that of a report does."""
 
 ROWS: dict[str, type] = {
     "parameters": ParameterRow,
@@ -38,6 +42,11 @@ ROWS: dict[str, type] = {
 def write_report(report: Report, path: str | Path) -> None:
     """Write `report` as JSON."""
     Path(path).write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
+
+
+def write_search(result: SearchResult, path: str | Path) -> None:
+    """Write what a search found as JSON: its fields, and `schema`."""
+    Path(path).write_text(json.dumps({"schema": SEARCH_SCHEMA} | plain(result), indent=1) + "\n", encoding="utf-8")
 
 
 def read_report(path: str | Path) -> Report:

@@ -93,6 +93,55 @@ def test_ten_lengths_take_one_further_compile(world, dynamo):
     _assert_right(outcome, lengths, batches)
 
 
+LENGTHS = [8, 13, 9]
+
+
+def _lengths_with(dynamic):
+    """Losses of one prepared model at many lengths, programs after each, and its weights."""
+    model = models.build("llama", **ONE)
+    ndcompile.prepare(model, workers.mesh(FSDP2), lowering="aot_eager")
+    ndcompile.init_weights(model, 0)
+    step = torch.compile(model, backend="ndcompile", fullgraph=True, dynamic=dynamic)
+    results, programs = [], []
+    for length in LENGTHS:
+        ids = models.token_ids(2, length, seed=100 * ndcompile.data_rank(model) + length)
+        loss = step(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append((loss.item(), workers.full(model.lm_head.weight.grad).clone()))
+        model.zero_grad()
+        programs.append(sum(len(s.programs) for s in compiled_model(model).signatures.values()))
+    return results, programs, {name: workers.full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("dynamic", "counts"), [(True, [1, 1, 1]), (False, [1, 2, 3])])
+def test_what_dynamic_says_of_sizes_holds(world, dynamic, counts):
+    """dynamic=True makes floats symbolic too, such as the epsilon of a norm."""
+    outcome = world(2)(_lengths_with, dynamic)
+    assert [programs for _, programs, _ in outcome] == [counts] * 2
+    _assert_right(outcome, LENGTHS, [2] * 3)
+
+
+def _scaled(scales):
+    model = _prepared()
+    ids, losses, programs = models.token_ids(2, 8), [], []
+
+    @torch.compile(backend="ndcompile", fullgraph=True, dynamic=True)
+    def loss(ids, scale):
+        return model(input_ids=ids).logits.float().pow(2).mean() * scale
+
+    for scale in scales:
+        losses.append(loss(ids, scale).item())
+        programs.append(sum(len(s.programs) for s in compiled_model(model).signatures.values()))
+    return losses, programs
+
+
+def test_a_float_of_the_caller_compiles_again(world):
+    for (one, three, again), programs in world(2)(_scaled, [1.5, 4.5, 1.5]):
+        assert three == pytest.approx(3 * one, rel=1e-6)
+        assert again == one
+        assert programs == [1, 2, 2]
+
+
 @pytest.mark.parametrize("dynamo", sampled([False, True], 1))
 def test_sizes_of_one_are_right(world, dynamo):
     lengths, batches = [8, 2], [2, 1]
