@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.mesh import BOTH, backend_of
+from ndcompile.transformers_private import input_gradient_hooks
 
 _logger = logging.getLogger("ndcompile.offload")
 
@@ -91,8 +92,9 @@ def check_model(model: Any) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(f"{name} is quantized, which ndcompile cannot shard yet.")
+    known = input_gradient_hooks(model)
     for fqn, module in model.named_modules():
-        if fqn and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+        if fqn and (module._forward_hooks.keys() - known or module._forward_pre_hooks or module._backward_hooks):
             raise UnsupportedError(
                 f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
             )

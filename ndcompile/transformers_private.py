@@ -42,6 +42,7 @@ __all__ = [
     "get_model_conversion_mapping",
     "grouped_heads",
     "guard_torch_init_functions",
+    "input_gradient_hooks",
     "log_state_dict_report",
     "marked_auxiliary_loss",
     "remove_tied_weights_from_state_dict",
@@ -76,6 +77,13 @@ the first call allocates it. 5.24."""
 
 SWITCH_FOR_DECODING = "_optimize_model_for_decode"
 """Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""
+
+
+def input_gradient_hooks(model: nn.Module) -> set[int]:
+    """Ids of the hooks by which transformers lets embeddings' outputs require gradients: gradient checkpointing puts
+    them there for torch's reentrant checkpoint, which a graph does not use. transformers 5.24."""
+    handles = [handle for module in model.modules() for handle in getattr(module, "_require_grads_hooks", None) or ()]
+    return {handle.id for handle in handles}
 
 
 @contextmanager
