@@ -29,10 +29,6 @@ METHODS = {
     "huggingface_hub.upload_folder(folder_path=folder, repo_id=...) on one.",
     "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize, then call ndcompile.compile.",
     "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
-    "set_attn_implementation": "set_attn_implementation() of a compiled model has no effect. Set it before "
-    "ndcompile.compile.",
-    "set_experts_implementation": "set_experts_implementation() of a compiled model has no effect. Set it before "
-    "ndcompile.compile.",
 }
 
 

@@ -14,7 +14,7 @@ from ndcompile.expert_exchange import install_exchanges
 from ndcompile.mesh import StorageMesh
 from ndcompile.opaque import OpaqueModules
 from ndcompile.sharding_plan import ShardingPlan
-from ndcompile.transformers_private import input_gradient_hooks
+from ndcompile.transformers_private import copy_config_flags, input_gradient_hooks
 
 
 class Shadow:
@@ -38,9 +38,10 @@ class Shadow:
         self.opaque = OpaqueModules(copy_without_weights(model)) if opaque is None else opaque
 
     def follow(self, model: nn.Module) -> None:
-        """Take over what may change between captures: training flags."""
+        """Take over what may change between captures: training flags, and what the config says of code and outputs."""
         for name, module in model.named_modules():
             self.modules[name].training = module.training
+            copy_config_flags(module, self.modules[name])
 
 
 def copy_without_weights(model: nn.Module) -> Any:
