@@ -22,6 +22,7 @@ from ndcompile.dynamo_backend import Prepared, traced_forward
 from ndcompile.errors import MeshError
 from ndcompile.fill import fill_from
 from ndcompile.generation import generate
+from ndcompile.given_config import read_config
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.model_calls import no_sync, save_pretrained
 from ndcompile.options import Options, checked_options
@@ -163,11 +164,11 @@ def _shard(
     """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
     check_model(model)
     check_optimizers(model)
-    config = _config(model, distributed_config)
+    config, tp_is_guess = read_config(model, distributed_config)
     weights = {} if checkpoint is not None else real_weights(model)
     if not weights:
         check_has_checkpoints(model)
-    mesh = _mesh(mesh, config)
+    mesh = _mesh(mesh, config, tp_is_guess)
     check_offload(config, mesh.device_type, options.cuda_graphs)
     ep = config.ep_size or 1
     sizes = mesh_sizes(mesh, ep)
@@ -192,21 +193,16 @@ def _fill(compiled: CompiledModel, checkpoint: str | os.PathLike[str] | None, we
         move_buffers(model, compiled.mesh.device)
 
 
-def _config(model: PreTrainedModel, given: DistributedConfig | dict | None) -> DistributedConfig:
-    config = given if given is not None else getattr(getattr(model, "config", None), "distributed_config", None)
-    if config is None:
-        return DistributedConfig()
-    return DistributedConfig.from_dict(config) if isinstance(config, dict) else config
-
-
-def _mesh(mesh: DeviceMesh | None, config: DistributedConfig) -> DeviceMesh:
-    """The user's mesh, checked against the config, or one built from the config."""
+def _mesh(mesh: DeviceMesh | None, config: DistributedConfig, tp_is_guess: bool) -> DeviceMesh:
+    """The user's mesh, checked against the config, or one built from the config. tp_is_guess: see `read_config`."""
     if mesh is None:
         return init_mesh(config)
     if not dist.is_initialized():
         raise MeshError("The mesh's process group is gone: torch.distributed is not initialized.")
     asked = config_sizes(config)
     sizes = mesh_sizes(mesh, asked["ep"])
+    if tp_is_guess:
+        asked |= {name: sizes[name] for name in ("dp_replicate", "fsdp", "tp")}
     if any(size > 1 for size in asked.values()) and asked != sizes and asked | {"ep": sizes["ep"]} != sizes:
         raise MeshError(
             f"The mesh has {_spell(sizes)}, but distributed_config asks for {_spell(asked)}. Make them agree, or leave "

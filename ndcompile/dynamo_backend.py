@@ -32,7 +32,7 @@ from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
 from ndcompile.transformers_private import CACHE_NAMES
 
-STATE = ("requires_grad", "dtypes")
+STATE = ("requires_grad", "dtypes", "attention", "experts", "outputs")
 """What the graph depends on and Dynamo, which sees stand-ins, does not watch."""
 
 
@@ -147,8 +147,8 @@ class Prepared:
             compiled.store.current()
             if _state(compiled.model) != state:
                 raise NdcompileError(
-                    "requires_grad or dtype of parameters changed after torch.compile traced the model. Call "
-                    "torch.compiler.reset(), so that it is traced again."
+                    "requires_grad or dtype of parameters, or the config's implementations or outputs, changed after "
+                    "torch.compile traced the model. Call torch.compiler.reset(), so that it is traced again."
                 )
             arguments = [flat[position] for position in read.arguments]
             if unchecked:

@@ -26,7 +26,9 @@ from torch.utils import _pytree as pytree
 from ndcompile.errors import CaptureError, UnsupportedError
 from ndcompile.opaque_operator import PLAIN, TENSOR, OpaqueOperator, OutputUnknown, Signature
 from ndcompile.sharding_plan import ParameterPlan, generic
+from ndcompile.signature import config_state
 from ndcompile.torch_private import GuardOnDataDependentSymNode, ModulesGiven, StridedShard, outside_of_tracing
+from ndcompile.transformers_private import copy_config_flags
 
 if TYPE_CHECKING:
     from ndcompile.shadow import Shadow
@@ -91,13 +93,15 @@ class OpaqueModules:
 
     def operator(self, fqn: str, shadow: Shadow, signature: Signature, tensors: list[Tensor]) -> OpaqueOperator:
         """The one for this way to call a module."""
-        flags = tuple(module.training for module in shadow.modules[fqn].modules())
+        sources = list(shadow.modules[fqn].modules())
+        flags = (tuple(source.training for source in sources), config_state(shadow.modules[fqn]))
         key = (fqn, repr(signature), flags, tuple((str(t.shape), t.dtype) for t in tensors))
         if key not in self.operators:
             with outside_of_tracing():
                 module = copy.deepcopy(self.model.get_submodule(fqn))
-            for part, training in zip(module.modules(), flags, strict=True):
-                part.training = training
+            for part, source in zip(module.modules(), sources, strict=True):
+                part.training = source.training
+                copy_config_flags(source, part)
             self.operators[key] = OpaqueOperator(fqn, module, signature, tensors)
         return self.operators[key]
 

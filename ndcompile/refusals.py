@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.mesh import BOTH, backend_of
+from ndcompile.transformers_private import input_gradient_hooks
 
 _logger = logging.getLogger("ndcompile.offload")
 
@@ -28,10 +29,6 @@ METHODS = {
     "huggingface_hub.upload_folder(folder_path=folder, repo_id=...) on one.",
     "resize_token_embeddings": "resize_token_embeddings() changes parameters. Resize, then call ndcompile.compile.",
     "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
-    "set_attn_implementation": "set_attn_implementation() of a compiled model has no effect. Set it before "
-    "ndcompile.compile.",
-    "set_experts_implementation": "set_experts_implementation() of a compiled model has no effect. Set it before "
-    "ndcompile.compile.",
 }
 
 
@@ -91,8 +88,9 @@ def check_model(model: Any) -> None:
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(f"{name} is quantized, which ndcompile cannot shard yet.")
+    known = input_gradient_hooks(model)
     for fqn, module in model.named_modules():
-        if fqn and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks):
+        if fqn and (module._forward_hooks.keys() - known or module._forward_pre_hooks or module._backward_hooks):
             raise UnsupportedError(
                 f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
             )

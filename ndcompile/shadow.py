@@ -14,6 +14,7 @@ from ndcompile.expert_exchange import install_exchanges
 from ndcompile.mesh import StorageMesh
 from ndcompile.opaque import OpaqueModules
 from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.transformers_private import copy_config_flags, input_gradient_hooks
 
 
 class Shadow:
@@ -37,13 +38,15 @@ class Shadow:
         self.opaque = OpaqueModules(copy_without_weights(model)) if opaque is None else opaque
 
     def follow(self, model: nn.Module) -> None:
-        """Take over what may change between captures: training flags."""
+        """Take over what may change between captures: training flags, and what the config says of code and outputs."""
         for name, module in model.named_modules():
             self.modules[name].training = module.training
+            copy_config_flags(module, self.modules[name])
 
 
 def copy_without_weights(model: nn.Module) -> Any:
-    """A deep copy on the meta device, ties kept. Hooks of the top module stay behind: they run outside the graph."""
+    """A deep copy on the meta device, ties kept. Hooks of the top module stay behind: they run outside the graph. So do
+    transformers' hooks for gradients of embeddings, which a graph does not need."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
@@ -52,6 +55,10 @@ def copy_without_weights(model: nn.Module) -> Any:
     state = {key: model.__dict__[key] for key in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")}
     for key in state:
         memo[id(state[key])] = type(state[key])()
+    if known := input_gradient_hooks(model):
+        for module in model.modules():
+            hooks = module._forward_hooks
+            memo.setdefault(id(hooks), type(hooks)((key, hook) for key, hook in hooks.items() if key not in known))
     return copy.deepcopy(model, memo)
 
 

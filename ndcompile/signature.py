@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndcompile.transformers_private import IMPLEMENTATIONS, OUTPUT_FLAGS, configs_of
+
 DEVICES = ("cpu", "cuda")
 
 
 def model_state(model: nn.Module) -> tuple[Any, ...]:
     """Modes of the process and flags of the model. A change of any of them captures another graph."""
     parameters = list(model.parameters())
-    config: Any = getattr(model, "config", None)  # an ordinary nn.Module need not have one
     modules = list(model.modules())
     return (
         ("grad", torch.is_grad_enabled()),
@@ -29,8 +30,16 @@ def model_state(model: nn.Module) -> tuple[Any, ...]:
         ("checkpointed layers", checkpointed_layers(model)),
         ("requires_grad", _runs(p.requires_grad for p in parameters)),
         ("dtypes", _runs(p.dtype for p in parameters)),
-        ("attention", getattr(config, "_attn_implementation", None)),
-        ("experts", getattr(config, "_experts_implementation", None)),
+        *config_state(model),
+    )
+
+
+def config_state(model: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """What configs say of the code that runs, and of outputs that a call's arguments do not ask for."""
+    configs = [vars(config) for config in configs_of(model)]
+    return (
+        *((what, _runs(config.get(name) for config in configs)) for what, name in IMPLEMENTATIONS.items()),
+        ("outputs", tuple(repr(config.get(name)) for config in configs for name in OUTPUT_FLAGS)),
     )
 
 

@@ -12,6 +12,7 @@ import torch.fx.traceback as fx_traceback
 import transformers.integrations.sdpa_attention as sdpa_attention
 import transformers.masking_utils as masking_utils
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping  # transformers 5.24
 from transformers.core_model_loading import (  # transformers 5.24
     WeightConverter,
@@ -31,6 +32,8 @@ __all__ = [
     "CACHE_MEMORY",
     "CACHE_NAMES",
     "CACHE_SIZES",
+    "IMPLEMENTATIONS",
+    "OUTPUT_FLAGS",
     "PREPARE_STATIC_CACHE",
     "SEEN_TOKENS",
     "STATIC_CACHE_SHAPE",
@@ -38,10 +41,13 @@ __all__ = [
     "LoadStateDictInfo",
     "WeightConverter",
     "WeightRenaming",
+    "configs_of",
+    "copy_config_flags",
     "dot_natural_key",
     "get_model_conversion_mapping",
     "grouped_heads",
     "guard_torch_init_functions",
+    "input_gradient_hooks",
     "log_state_dict_report",
     "marked_auxiliary_loss",
     "remove_tied_weights_from_state_dict",
@@ -76,6 +82,43 @@ the first call allocates it. 5.24."""
 
 SWITCH_FOR_DECODING = "_optimize_model_for_decode"
 """Method of a model: a context in which `generate` decodes, on GPUs with another experts implementation. 5.24."""
+
+
+def input_gradient_hooks(model: nn.Module) -> set[int]:
+    """Ids of the hooks by which transformers lets embeddings' outputs require gradients: gradient checkpointing puts
+    them there for torch's reentrant checkpoint, which a graph does not use. transformers 5.24."""
+    handles = [handle for module in model.modules() for handle in getattr(module, "_require_grads_hooks", None) or ()]
+    return {handle.id for handle in handles}
+
+
+IMPLEMENTATIONS = {"attention": "_attn_implementation_internal", "experts": "_experts_implementation_internal"}
+"""What forwards read in their config at every call to choose their code -> the attribute that stores it. 5.24."""
+OUTPUT_FLAGS = ("_output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+"""Attributes of a config that say what is returned by a call whose arguments do not say it. 5.24."""
+
+
+def configs_of(model: nn.Module) -> list[PretrainedConfig]:
+    """The configs that the modules of a model read, each once, with their sub-configs. transformers 5.24."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [module.__dict__.get("config") for module in model.modules()]
+    for config in waiting:  # grows
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def copy_config_flags(module: nn.Module, copied: nn.Module) -> None:
+    """Let a copy of a module read in its config what the module's says now. Past the properties, which set sub-configs
+    too. transformers 5.24."""
+    waiting = [(module.__dict__.get("config"), copied.__dict__.get("config"))]
+    for config, other in waiting:  # grows
+        if not isinstance(config, PretrainedConfig) or not isinstance(other, PretrainedConfig):
+            continue
+        for name in (*IMPLEMENTATIONS.values(), *OUTPUT_FLAGS):
+            if name in vars(config):
+                vars(other)[name] = vars(config)[name]
+        waiting += [(getattr(config, name, None), getattr(other, name, None)) for name in config.sub_configs]
 
 
 @contextmanager

@@ -27,8 +27,6 @@ def model():
         ("push_to_hub", ["me/model"], r"would upload from every rank\. Call save_pretrained\(folder\) on all ranks"),
         ("resize_token_embeddings", [140], r"changes parameters\. Resize.*, then call ndcompile\.compile"),
         ("add_adapter", [None], r"adds parameters\. Add.*, then call ndcompile\.compile"),
-        ("set_attn_implementation", ["eager"], r"has no effect\. Set it before ndcompile\.compile"),
-        ("set_experts_implementation", ["eager"], r"has no effect\. Set it before ndcompile\.compile"),
     ],
 )
 def test_a_method_that_cannot_work_says_so(model, name, arguments, sentence):

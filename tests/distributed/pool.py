@@ -160,6 +160,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays: to look at it in every collection is 8% of a capture
     transformers.logging.set_verbosity_error()
+    # As under torchrun: transformers fills in sizes of a DistributedConfig from these.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     while True:
