@@ -34,6 +34,9 @@ KERNELS_ALIKE = {"deterministic": True}
 """Inductor chooses the order of sums by formula, not by timing candidates: two ranks that time them choose differently,
 and what both compute, such as the gradient of a norm on all tp ranks or a router's choice of experts, drifts apart."""
 
+LEFT_OUT_ON_CPU = ("overlap_communication",)
+"""Several collectives at once on a gloo group corrupt the heap, in torch itself: see bench/gloo_heap.py."""
+
 Compiled = Callable[..., Sequence[Tensor]]
 
 _AUTOCAST = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -76,6 +79,7 @@ def lower(
             stack.enter_context(backward_compiled_with_forward())
             if fixed_inputs is not None:
                 disabled = {*disabled, "reuse_layers"}
+            disabled = {*disabled, *left_out(fakes)}
             settings = inductor_settings(disabled, beside_products, groups) | (KERNELS_ALIKE if alike else {})
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
@@ -98,6 +102,12 @@ def lower(
             decompositions=decompositions(),
         )
         return compiler(module, fakes), partitioner
+
+
+def left_out(inputs: Sequence[object]) -> Sequence[str]:
+    """Passes that do not run on a graph of these inputs, because of the device they are on."""
+    devices = {each.device.type for each in inputs if isinstance(each, Tensor)}
+    return LEFT_OUT_ON_CPU if devices == {"cpu"} else ()
 
 
 def _as_captured(module: fx.GraphModule) -> Compiled:

@@ -7,8 +7,8 @@ After:   w = wait(all_gather(cat([p0, p1]))).view(ranks, -1);  w0 = w[:, :n0].re
 
 A merged collective saves a launch, some 20 microseconds, and costs a copy of what it sends and receives. So only those
 below `SMALL` are merged: a copy of so many bytes takes as long. (Inductor's `bucket_all_gathers_fx` merges all sizes.)
-On a GPU a bucket ends where a layer of the model does, so that graphs of layers which are alike stay alike, and are
-compiled once (`reuse_layers`). Not on the CPU: see docs/speed.md, "Overlap and buckets".
+A bucket ends where a layer of the model does, so that graphs of layers which are alike stay alike, and are compiled
+once (`reuse_layers`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,16 @@ SMALL = 32 * 2**20
 """Bytes of a whole weight or gradient up to which it is merged, and of a bucket."""
 
 
-def bucket_collectives(graph: fx.Graph, by_layer: bool | None = None) -> None:
-    """Merge neighbours of one kind, group and dtype until a bucket is full.
-
-    by_layer: whether a bucket ends with its layer; by default where the collective is one of GPUs. A plan traces on the
-    CPU what GPUs will run, and says so.
-    """
-    for bucket in _buckets(weight_gathers(graph), lambda chain: _key(chain.start), by_layer):
+def bucket_collectives(graph: fx.Graph) -> None:
+    """Merge neighbours of one kind, group and dtype until a bucket is full."""
+    for bucket in _buckets(weight_gathers(graph), lambda chain: _key(chain.start)):
         _merge_gathers(graph, bucket)
-    for bucket in _buckets(gradient_reductions(graph), lambda chain: _key(chain.start), by_layer):
+    for bucket in _buckets(gradient_reductions(graph), lambda chain: _key(chain.start)):
         _merge_reductions(graph, bucket)
     for chain in gradient_reductions(graph):  # their all-reduces over dp_replicate
         inner = [node for node in chain.after if node.target in REDUCTIONS]
         parts = [Chain((), start, tuple(_between(start, chain.after)), _bytes(start)) for start in inner]
-        for bucket in _buckets(parts, lambda part: _key(part.start), by_layer):
+        for bucket in _buckets(parts, lambda part: _key(part.start)):
             _merge_reductions(graph, bucket)
 
 
@@ -48,21 +44,20 @@ def _key(start: fx.Node) -> Hashable:
     return (start.target, *start.args[1:], start.meta["val"].dtype)
 
 
-def _layer(start: fx.Node, by_layer: bool | None) -> int | None:
-    """Number of the layer whose weight is gathered, or whose gradient is reduced; None where buckets go across."""
-    ends = start.meta["val"].device.type != "cpu" if by_layer is None else by_layer
-    return start.meta.get("custom", {}).get("layer") if ends else None
+def _layer(start: fx.Node) -> int | None:
+    """Number of the layer whose weight is gathered, or whose gradient is reduced."""
+    return start.meta.get("custom", {}).get("layer")
 
 
-def _buckets(chains: Iterable[Chain], key: Callable[[Chain], Hashable], by_layer: bool | None) -> list[list[Chain]]:
+def _buckets(chains: Iterable[Chain], key: Callable[[Chain], Hashable]) -> list[list[Chain]]:
     """Groups of two or more, each of one layer where that is known."""
     open_buckets: dict[Hashable, list[Chain]] = {}
     buckets: list[list[Chain]] = []
     layer = None
     for chain in chains:
-        if _layer(chain.start, by_layer) != layer:
+        if _layer(chain.start) != layer:
             open_buckets.clear()
-            layer = _layer(chain.start, by_layer)
+            layer = _layer(chain.start)
         if chain.size > SMALL:
             continue
         bucket = open_buckets.get(key(chain))

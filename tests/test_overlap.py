@@ -238,14 +238,6 @@ def test_a_bucket_of_weights_ends_with_its_layer():
     assert [node.meta["val"].numel() * 2 for node in gathers] == [4 * MIB] * 3
 
 
-def test_buckets_of_the_cpu_pass_over_layers():
-    g = forward(dict.fromkeys("abcdef", 2))
-    for number, start in enumerate(g.graph.find_nodes(op="call_function", target=GATHER)):
-        start.meta["custom"]["layer"] = number // 2
-    bucket_collectives(g.graph)
-    assert len(g.graph.find_nodes(op="call_function", target=GATHER)) == 1
-
-
 def test_a_bucket_of_gradients_ends_with_its_layer():
     g = backward(dict.fromkeys("abcdef", 2), "meta")
     starts = g.graph.find_nodes(op="call_function", target=collectives.reduce_scatter_tensor.default)

@@ -12,9 +12,10 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch._inductor.utils import run_and_get_code
-import models, ndcompile
+import models, ndcompile, ndcompile.lower
 
 CALL = re.compile(r"torch\\.ops\\._c10d_functional\\.(\\w+)\\.default\\((primals_\\d+)?")
+ndcompile.lower.LEFT_OUT_ON_CPU = ()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 def collectives(length, disabled=()):

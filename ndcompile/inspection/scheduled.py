@@ -17,13 +17,8 @@ from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 
-
-def _bucket_as_on_gpus(graph: fx.Graph) -> None:
-    bucket_collectives(graph, by_layer=True)  # the trace itself is on the CPU
-
-
 PASSES: dict[str, Callable[[fx.Graph], None]] = {
-    "bucket_collectives": _bucket_as_on_gpus,
+    "bucket_collectives": bucket_collectives,
     "overlap_dispatch": overlap_dispatch,
     "overlap_communication": overlap_communication,
 }

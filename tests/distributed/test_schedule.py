@@ -1,13 +1,36 @@
 """Passes that move and merge collectives behind inductor's own: the result is that of the graph as it was written."""
 
 import pytest
+import torch
 import workers
 from parity_case import Case, assert_parity
+from torch._subclasses import FakeTensorMode
 
 import ndcompile
+from ndcompile import lower
 from ndcompile.schedule import SCHEDULING, Schedule
 
 ONE = {"num_hidden_layers": 1}
+
+
+def _leave_out_on_cpu(names):
+    before, lower.LEFT_OUT_ON_CPU = lower.LEFT_OUT_ON_CPU, names
+    return before
+
+
+@pytest.fixture
+def overlapping(world):
+    """Worlds whose ranks order collectives as GPUs do. A few steps do not meet gloo's fault."""
+
+    def start(size):
+        run = world(size)
+        before.append((run, run(_leave_out_on_cpu, ())[0]))
+        return run
+
+    before = []
+    yield start
+    for run, names in before:
+        run(_leave_out_on_cpu, names)
 
 
 @pytest.mark.parametrize(
@@ -18,18 +41,25 @@ ONE = {"num_hidden_layers": 1}
         pytest.param((("fsdp", 2),), ("bucket_collectives",), marks=pytest.mark.slow),
     ],
 )
-def test_parity(world, checkpoint, layout, disabled):
+def test_parity(overlapping, checkpoint, layout, disabled):
     options = {"backend": "inductor", "disable_passes": disabled}
     case = Case("llama", layout, padding=True, step=True, overrides=ONE, options=options)
-    assert_parity(world(workers.size(layout)), case, checkpoint("llama", **ONE))
+    assert_parity(overlapping(workers.size(layout)), case, checkpoint("llama", **ONE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(("fsdp", 2),), workers.FSDP2_TP2])
-def test_parity_of_layers_compiled_once(world, checkpoint, layout):
+def test_parity_of_layers_compiled_once(overlapping, checkpoint, layout):
     six = {"num_hidden_layers": 6}
     case = Case("llama", layout, padding=True, step=True, overrides=six, options={"backend": "inductor"})
-    assert_parity(world(workers.size(layout)), case, checkpoint("llama", **six))
+    assert_parity(overlapping(workers.size(layout)), case, checkpoint("llama", **six))
+
+
+def test_collectives_overlap_on_gpus_only():
+    with FakeTensorMode():
+        weight, weight_on_gpu = torch.empty(2), torch.empty(2, device="cuda")
+    assert lower.left_out([weight, 3]) == ("overlap_communication",)
+    assert lower.left_out([weight, weight_on_gpu, 3]) == ()
 
 
 def test_each_pass_can_be_left_out():
