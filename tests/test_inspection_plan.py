@@ -96,6 +96,33 @@ def test_rules_of_experts_name_the_ep_plan():
     assert rules[key] == f"ep_plan[{key!r}] = grouped_gemm"
 
 
+def test_the_ranges_of_all_ranks_tile_every_parameter(plan):
+    """Each element is held by one rank of fsdp, and by both of tp where it is replicated."""
+    for row in plan.report.parameters:
+        seen = torch.zeros(row.shape, dtype=torch.int64)
+        for rank in range(plan.report.ranks):
+            lines = plan.of_rank(rank).splitlines()
+            line = next(line for line in lines if line.startswith((f"  {row.name}:", f"  {row.name} (")))
+            dims = line.partition("[")[2].partition("]")[0].split(", ")
+            seen[tuple(slice(*map(int, dim.split(":"))) for dim in dims)] += 1
+        copies = 2 if row.placements["tp"] == "R" else 1
+        assert (seen == copies).all(), row.name
+
+
+def test_explain_says_which_ranks_hold_which_range(plan):
+    text = plan.explain("model.layers.3.self_attn.q_proj.weight")
+    assert "dim 0 of 64 is cut by tp x fsdp, without padding:" in text
+    assert "    8:16 on rank 2\n" in text
+
+
+def test_the_command_prints_the_slices_of_a_rank(capsys):
+    command = ["plan", str(ZOO / "llama.json"), "--fsdp", "2", "--seq", "16", "--rank"]
+    assert main([*command, "1"]) == 0
+    assert "rank 1 of 2 of LlamaForCausalLM, at fsdp=1" in capsys.readouterr().out
+    assert main([*command, "2"]) == 2
+    assert "rank 2 is none of this mesh of 2 ranks: give 0 to 1" in capsys.readouterr().err
+
+
 def test_explain_knows_a_lowered_node(plan):
     name = next(node.name for node in plan.traced.backward.graph.nodes if "reduce_scatter" in node.name)
     assert "node of the graph backward: " in plan.explain(name)

@@ -20,6 +20,7 @@ from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
 from ndcompile.inspection.memory import memory, stored_bytes
+from ndcompile.inspection.ranks import rank_strides
 from ndcompile.inspection.rates import Rates, find_rates
 from ndcompile.inspection.report import Report
 from ndcompile.inspection.rows import boundary_rows, collective_rows, parameter_rows, pass_rows, saved_rows
@@ -60,6 +61,15 @@ class Plan:
         from ndcompile.inspection.explain import explain
 
         return explain(self.report, name, self.traced)
+
+    def of_rank(self, rank: int) -> str:
+        """The index ranges of every parameter that one rank holds, a line for all layers that are alike.
+
+        Ranks are numbered as `init_mesh` numbers them. Raises ValueError for a rank that the mesh does not have.
+        """
+        from ndcompile.inspection.ranks import rank_text
+
+        return rank_text(self.report, rank)
 
     def diff(self, other: Plan) -> str:
         """What differs from `other`, as lines with - (this plan) and + (the other); "" for equal plans."""
@@ -197,11 +207,11 @@ def _report(
     rates: Rates,
     optimizer_dtype: torch.dtype | None,
 ) -> Report:
-    time = _time(model, traced, rates)
+    time, storage = _time(model, traced, rates), _storage(traced)
     return Report(
         model=traced.plan.model,
         mesh=dict(traced.plan.sizes),
-        storage=_storage(traced),
+        storage=storage,
         batch_size=0,
         seq_len=0,
         parameters=parameter_rows(traced, rules_of(model, config, traced.plan.repairs)),
@@ -218,6 +228,7 @@ def _report(
         layer_list=traced.stack.path,
         layers={str(index): traced_one for index, traced_one in traced.stack.represents.items()},
         saved=saved_rows(traced),
+        rank_strides={axis: stride for axis, stride in rank_strides(traced.plan.sizes).items() if axis in storage},
     )
 
 
