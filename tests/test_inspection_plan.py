@@ -64,6 +64,15 @@ def test_show_fits_100_columns(plan):
     assert max(map(len, str(plan).splitlines())) <= 100
 
 
+def test_show_has_the_critical_path_the_rates_and_the_formulas(plan):
+    text = str(plan)
+    path = text.partition("Critical path")[2]
+    assert "compute" in path
+    assert "optimizer" in path
+    assert "link_bandwidth=4.5e+11" in text
+    assert "sent = what a rank sends" in text
+
+
 def test_show_prints_plain_text_when_piped(plan, capsys):
     plan.show()
     assert capsys.readouterr().out == str(plan)
