@@ -51,6 +51,22 @@ def test_golden_explain(plan):
     _same(plan.explain("model.layers.3.self_attn.o_proj"), "llama_explain.txt")
 
 
+@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+def test_golden_diff_of_a_pass(plan):
+    _same(plan.diff_pass("unshard_parameters"), "llama_unshard_parameters.txt")
+
+
+def test_a_pass_of_another_name_lists_the_known_ones(plan):
+    with pytest.raises(ValueError, match=r"'unshard' is no pass of this plan. Passes: captured, .*unshard_parameters"):
+        plan.diff_pass("unshard")
+
+
+def test_the_command_prints_what_a_pass_did(capsys):
+    command = ["plan", str(ZOO / "llama.json"), "--fsdp", "2", "--seq", "16", "--pass", "unshard_parameters"]
+    assert main(command) == 0
+    assert "+ unshard_default" in capsys.readouterr().out
+
+
 def test_show_says_what_is_proven_of_all_layers(plan):
     parameters = sum(1 for _ in models.on_meta("llama", num_hidden_layers=4).named_parameters())
     assert f"Along tp proven: {parameters} parameters" in str(plan)

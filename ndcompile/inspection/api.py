@@ -77,6 +77,15 @@ class Plan:
 
         return diff(self.report, other.report)
 
+    def diff_pass(self, name: str) -> str:
+        """The graph around one pass: the nodes that it added (+), removed (-) or changed (~).
+
+        Raises ValueError for a name that is no pass of this plan, with those that are.
+        """
+        from ndcompile.inspection.diff import diff_pass
+
+        return diff_pass(self.report, name)
+
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, see docs/inspection.md. Raises OSError for a folder that does not exist."""
         check_output(path)

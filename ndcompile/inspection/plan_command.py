@@ -44,6 +44,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--memory-budget", metavar="SIZE", help="of activations a rank may save, such as 20GB")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
     parser.add_argument("--rank", type=rank, metavar="N", help="print the slices that one rank holds instead")
+    parser.add_argument("--pass", dest="pass_name", metavar="NAME", help="print what one pass did to the graph instead")
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--diff", metavar="FILE", help="print what differs from the plan of a JSON file")
@@ -85,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
         print(other.diff(made) or "The plans are equal.")
     elif options.explain:
         print(made.explain(options.explain))
+    elif options.pass_name:
+        print(made.diff_pass(options.pass_name))
     elif options.rank is not None:
         print(made.of_rank(options.rank))
     else:
