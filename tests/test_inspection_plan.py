@@ -51,6 +51,22 @@ def test_golden_explain(plan):
     _same(plan.explain("model.layers.3.self_attn.o_proj"), "llama_explain.txt")
 
 
+@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+def test_golden_diff_of_a_pass(plan):
+    _same(plan.diff_pass("unshard_parameters"), "llama_unshard_parameters.txt")
+
+
+def test_a_pass_of_another_name_lists_the_known_ones(plan):
+    with pytest.raises(ValueError, match=r"'unshard' is no pass of this plan. Passes: captured, .*unshard_parameters"):
+        plan.diff_pass("unshard")
+
+
+def test_the_command_prints_what_a_pass_did(capsys):
+    command = ["plan", str(ZOO / "llama.json"), "--fsdp", "2", "--seq", "16", "--pass", "unshard_parameters"]
+    assert main(command) == 0
+    assert "+ unshard_default" in capsys.readouterr().out
+
+
 def test_show_says_what_is_proven_of_all_layers(plan):
     parameters = sum(1 for _ in models.on_meta("llama", num_hidden_layers=4).named_parameters())
     assert f"Along tp proven: {parameters} parameters" in str(plan)
@@ -62,6 +78,15 @@ def test_explain_says_what_a_value_is_along_tp(plan):
 
 def test_show_fits_100_columns(plan):
     assert max(map(len, str(plan).splitlines())) <= 100
+
+
+def test_show_has_the_critical_path_the_rates_and_the_formulas(plan):
+    text = str(plan)
+    path = text.partition("Critical path")[2]
+    assert "compute" in path
+    assert "optimizer" in path
+    assert "link_bandwidth=4.5e+11" in text
+    assert "sent = what a rank sends" in text
 
 
 def test_show_prints_plain_text_when_piped(plan, capsys):
@@ -94,6 +119,33 @@ def test_rules_of_experts_name_the_ep_plan():
     rules = {row.name: row.rule for row in made.report.parameters}
     key = "model.layers.*.mlp.experts.down_proj"
     assert rules[key] == f"ep_plan[{key!r}] = grouped_gemm"
+
+
+def test_the_ranges_of_all_ranks_tile_every_parameter(plan):
+    """Each element is held by one rank of fsdp, and by both of tp where it is replicated."""
+    for row in plan.report.parameters:
+        seen = torch.zeros(row.shape, dtype=torch.int64)
+        for rank in range(plan.report.ranks):
+            lines = plan.of_rank(rank).splitlines()
+            line = next(line for line in lines if line.startswith((f"  {row.name}:", f"  {row.name} (")))
+            dims = line.partition("[")[2].partition("]")[0].split(", ")
+            seen[tuple(slice(*map(int, dim.split(":"))) for dim in dims)] += 1
+        copies = 2 if row.placements["tp"] == "R" else 1
+        assert (seen == copies).all(), row.name
+
+
+def test_explain_says_which_ranks_hold_which_range(plan):
+    text = plan.explain("model.layers.3.self_attn.q_proj.weight")
+    assert "dim 0 of 64 is cut by tp x fsdp, without padding:" in text
+    assert "    8:16 on rank 2\n" in text
+
+
+def test_the_command_prints_the_slices_of_a_rank(capsys):
+    command = ["plan", str(ZOO / "llama.json"), "--fsdp", "2", "--seq", "16", "--rank"]
+    assert main([*command, "1"]) == 0
+    assert "rank 1 of 2 of LlamaForCausalLM, at fsdp=1" in capsys.readouterr().out
+    assert main([*command, "2"]) == 2
+    assert "rank 2 is none of this mesh of 2 ranks: give 0 to 1" in capsys.readouterr().err
 
 
 def test_explain_knows_a_lowered_node(plan):

@@ -21,6 +21,7 @@ from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
 from ndcompile.inspection.memory import memory, stored_bytes
+from ndcompile.inspection.ranks import rank_strides
 from ndcompile.inspection.rates import Rates, find_rates
 from ndcompile.inspection.report import Report
 from ndcompile.inspection.rows import boundary_rows, collective_rows, parameter_rows, pass_rows, saved_rows
@@ -63,11 +64,29 @@ class Plan:
 
         return explain(self.report, name, self.traced)
 
+    def of_rank(self, rank: int) -> str:
+        """The index ranges of every parameter that one rank holds, a line for all layers that are alike.
+
+        Ranks are numbered as `init_mesh` numbers them. Raises ValueError for a rank that the mesh does not have.
+        """
+        from ndcompile.inspection.ranks import rank_text
+
+        return rank_text(self.report, rank)
+
     def diff(self, other: Plan) -> str:
         """What differs from `other`, as lines with - (this plan) and + (the other); "" for equal plans."""
         from ndcompile.inspection.diff import diff
 
         return diff(self.report, other.report)
+
+    def diff_pass(self, name: str) -> str:
+        """The graph around one pass: the nodes that it added (+), removed (-) or changed (~).
+
+        Raises ValueError for a name that is no pass of this plan, with those that are.
+        """
+        from ndcompile.inspection.diff import diff_pass
+
+        return diff_pass(self.report, name)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, see docs/inspection.md. Raises OSError for a folder that does not exist."""
@@ -199,11 +218,11 @@ def _report(
     rates: Rates,
     optimizer_dtype: torch.dtype | None,
 ) -> Report:
-    time = _time(model, traced, rates)
+    time, storage = _time(model, traced, rates), _storage(traced)
     return Report(
         model=traced.plan.model,
         mesh=dict(traced.plan.sizes),
-        storage=_storage(traced),
+        storage=storage,
         batch_size=0,
         seq_len=0,
         parameters=parameter_rows(traced, rules_of(model, config, traced.plan.repairs)),
@@ -220,6 +239,7 @@ def _report(
         layer_list=traced.stack.path,
         layers={str(index): traced_one for index, traced_one in traced.stack.represents.items()},
         saved=saved_rows(traced),
+        rank_strides={axis: stride for axis, stride in rank_strides(traced.plan.sizes).items() if axis in storage},
     )
 
 

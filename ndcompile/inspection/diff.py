@@ -25,6 +25,19 @@ def diff(old: Report, new: Report) -> str:
     return "".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in found.items() if lines)
 
 
+def diff_pass(report: Report, name: str) -> str:
+    """The nodes that the pass `name` changed, as lines: + added, - removed, ~ with other inputs or another type.
+
+    Of layers that are alike only those that were traced. Raises ValueError for a name that is no pass of the report.
+    """
+    found = {row.name: row for row in report.passes}
+    if name not in found:
+        raise ValueError(f"{name!r} is no pass of this plan. Passes: {', '.join(found)}.")
+    row = found[name]
+    lines = row.changes or ("(no node changed)",)
+    return "\n".join([f"pass {name}: {row.summary}", f"{row.nodes} nodes behind it", *lines]) + "\n"
+
+
 def _head(report: Report) -> str:
     return (
         f"{report.model} on {spell_mesh(report.mesh)}, {report.ranks} ranks, {report.batch_size} x {report.seq_len} "

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from ndcompile.dump import dump
+from ndcompile.inspection.ranks import held_lines
 from ndcompile.inspection.report import BoundaryRow, ParameterRow, Report
 from ndcompile.inspection.rules import generic
 from ndcompile.inspection.trace import Traced
@@ -27,7 +28,7 @@ def explain(report: Report, name: str, traced: Traced | None = None) -> str:
         raise ValueError(_unknown(report, name))
     lines = [f"{name} in {report.model}"]
     for row in parameters:
-        lines += _parameter(row)
+        lines += [*_parameter(row), *held_lines(report, row)]
     lines += [_boundary(row) for row in boundaries]
     module = _traced_name(report, name)
     for step in report.passes:

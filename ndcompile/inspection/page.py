@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from ndcompile.inspection.report import Report
 from ndcompile.inspection.serial import plain
@@ -48,7 +49,16 @@ def page(report: Report) -> str:
 
 def embedded(report: Report) -> str:
     """JSON that can stand in a script element: no `<`, so neither `</script>` nor `<!--` can end or extend it."""
-    return json.dumps(plain(report), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(_drawn(report), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _drawn(report: Report) -> Any:
+    """What the page draws: ranges of thousands of ranks are megabytes, and it has no table of them."""
+    data = plain(report)
+    del data["rank_strides"]
+    for row in data["parameters"]:
+        del row["cut_by"], row["ranges"]
+    return data
 
 
 def _template(name: str) -> str:

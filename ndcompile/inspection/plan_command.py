@@ -43,6 +43,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--cpu-offload", action="store_true", help="keep parameters and moments in host memory")
     parser.add_argument("--memory-budget", metavar="SIZE", help="of activations a rank may save, such as 20GB")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
+    parser.add_argument("--rank", type=rank, metavar="N", help="print the slices that one rank holds instead")
+    parser.add_argument("--pass", dest="pass_name", metavar="NAME", help="print what one pass did to the graph instead")
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--diff", metavar="FILE", help="print what differs from the plan of a JSON file")
@@ -84,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
         print(other.diff(made) or "The plans are equal.")
     elif options.explain:
         print(made.explain(options.explain))
+    elif options.pass_name:
+        print(made.diff_pass(options.pass_name))
+    elif options.rank is not None:
+        print(made.of_rank(options.rank))
     else:
         made.show()
     return 0
@@ -107,6 +113,13 @@ def size(text: str) -> int:
     """A whole number above 0, for argparse."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: give a whole number, 1 or more")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """A number of a rank, from 0, for argparse."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no rank: give a whole number, 0 or more")
     return int(text)
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 SCHEMA = 1
 """Version of the JSON form. It grows when a field changes its meaning or goes away, not when one is added."""
 
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""Position of a rank -> the half-open index ranges that it holds of a dim; () for none."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -30,6 +33,8 @@ class ParameterRow:
     rule: what placed it, such as "tp_plan['layers.*.self_attn.q_proj'] = colwise", "distributed_config.tp_plan[...]",
     or "default: replicated over tp". style: the TP or EP style. after_forward: "free" or "keep" the gathered weight.
     fsdp_rule: what said so. gathered_shape: inside the graph, whole over fsdp. trained: whether it has a gradient.
+    cut_by: per dim, the storage axes that cut it, in order. ranges: per dim, what the ranks at each position along
+    these axes hold, the last axis running fastest; padding is not in it.
     """
 
     name: str
@@ -46,6 +51,8 @@ class ParameterRow:
     fsdp_rule: str = ""
     gathered_shape: tuple[int, ...] = ()
     trained: bool = True
+    cut_by: tuple[tuple[str, ...], ...] = ()
+    ranges: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,8 @@ class Report:
     rates: name of the link and compute rates, and the rates. memory: parameters, gradients, optimizer, activations,
     peak, in this order. compute: floating point operations and their time. time: of a step, exposed communication.
     experts, notes: lines to print. layers: FQN of the layers' list, and index of a layer -> the traced one that stands
-    for it. saved: what "activations" of memory is made of, the largest first.
+    for it. saved: what "activations" of memory is made of, the largest first. rank_strides: storage axis -> how far
+    apart neighbours are; a rank's position on it is rank // stride % size.
     """
 
     model: str
@@ -156,6 +164,7 @@ class Report:
     layer_list: str = ""
     layers: Mapping[str, int] = field(default_factory=dict)
     saved: tuple[SavedRow, ...] = ()
+    rank_strides: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.inspection.kernels import is_collective, name_of
+from ndcompile.inspection.ranks import cut_dims
 from ndcompile.inspection.report import BoundaryRow, CollectiveRow, ParameterRow, PassRow, SavedRow
 from ndcompile.inspection.rules import Rules, generic
 from ndcompile.inspection.trace import NodeLine, PassView, Traced, module_of, operator_of
@@ -35,10 +36,11 @@ COLLECTIVES = {"all_reduce", GATHER, REDUCE}
 def parameter_rows(traced: Traced, rules: Rules) -> tuple[ParameterRow, ...]:
     """One row for all parameters that are placed alike, in the model's order."""
     axes = tuple(traced.mesh.device_mesh.mesh_dim_names or ())
-    rows = []
+    sizes, rows = traced.mesh.device_mesh.shape, []
     for name, group in fold(traced.plan).items():
         first = group[0]
-        placements = zip(axes, first.placements(axes), strict=True)
+        placements = dict(zip(axes, first.placements(axes), strict=True))
+        cut_by, ranges = cut_dims(first.shape, placements, dict(zip(axes, sizes, strict=True)))
         rows.append(
             ParameterRow(
                 name=name,
@@ -46,7 +48,7 @@ def parameter_rows(traced: Traced, rules: Rules) -> tuple[ParameterRow, ...]:
                 aliases=first.aliases,
                 shape=tuple(first.shape),
                 dtype=spell(first.dtype),
-                placements={axis: _placement(placement) for axis, placement in placements},
+                placements={axis: _placement(placement) for axis, placement in placements.items()},
                 local_shape=tuple(first.storage_shape),
                 rule=rules.placed(first),
                 style=first.style,
@@ -55,6 +57,8 @@ def parameter_rows(traced: Traced, rules: Rules) -> tuple[ParameterRow, ...]:
                 fsdp_rule=rules.gathered(first) if traced.plan.sizes["fsdp"] > 1 else "",
                 gathered_shape=tuple(first.compute_shape),
                 trained=first.fqn not in traced.frozen,
+                cut_by=cut_by,
+                ranges=ranges,
             )
         )
     return tuple(rows)

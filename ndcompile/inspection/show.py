@@ -14,6 +14,14 @@ from ndcompile.loader.rank_reads import spell_bytes
 
 WIDTH = 100
 """Columns where the output is no terminal."""
+COLLECTIVES = "Collectives of a step"
+CAPTION = """\
+bytes = summed, each of the larger side (gathered, or not yet reduced or scattered)
+sent = what a rank sends in a ring of n: bytes x (n - 1) / n, twice that for an all-reduce
+bytes in, of boundaries above = the local tensor that enters; time = by the rates, see communication"""
+"""Formulas of the columns."""
+STEPS = 10
+"""Lines of the critical path; the page and the JSON have all of its steps."""
 
 
 def text(report: Report, width: int = WIDTH) -> str:
@@ -30,6 +38,8 @@ def show(report: Report, width: int | None, file: TextIO) -> None:
     for table in (_parameters(report), _boundaries(report), _collectives(report), _saved(report)):
         console.print()
         console.print(table)
+        if table.title == COLLECTIVES:
+            console.print(CAPTION, markup=False)
     for title, figures, spell in (
         ("Memory of a rank", report.memory, spell_bytes_of),
         ("Computation of a rank", report.compute, spell_count),
@@ -37,6 +47,9 @@ def show(report: Report, width: int | None, file: TextIO) -> None:
     ):
         console.print()
         console.print(_figures(title, figures, spell))
+    console.print()
+    console.print(_critical_path(report))
+    console.print(_rates(report), markup=False)
     for line in (*report.experts, *report.notes):
         console.print(line, markup=False, soft_wrap=False)
 
@@ -91,7 +104,7 @@ def _boundaries(report: Report) -> Table:
 
 
 def _collectives(report: Report) -> Table:
-    table = _table("Collectives of a step")
+    table = _table(COLLECTIVES)
     for column in ("kind", "axis", "phase", "for"):
         table.add_column(column, no_wrap=True)
     for column in ("count", "bytes", "sent", "time"):
@@ -124,6 +137,30 @@ def _figures(title: str, figures: tuple[Figure, ...], spell: Callable[[Figure], 
     for figure in figures:
         table.add_row(figure.name, spell(figure), figure.formula)
     return table
+
+
+def _critical_path(report: Report) -> Table:
+    """The longest kinds of work on the path, each kind summed over its steps."""
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for step in report.critical_path:
+        kinds.setdefault((step.what, step.phase), []).append(step.seconds)
+    total = sum(step.seconds for step in report.critical_path) or 1.0
+    ordered = sorted(kinds.items(), key=lambda entry: -sum(entry[1]))
+    table = _table("Critical path: what the step waits for, the longest first")
+    table.add_column("what", overflow="fold", ratio=1)
+    table.add_column("phase", no_wrap=True)
+    for column in ("stretches", "time", "of the step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (what, phase), seconds in ordered[:STEPS]:
+        time = sum(seconds)
+        table.add_row(what, phase, str(len(seconds)), spell_seconds(time), f"{time / total:.1%}")
+    return table
+
+
+def _rates(report: Report) -> str:
+    """The values that the times are computed from."""
+    values = (f"{name}={value:g}" for name, value in report.rates.items() if not isinstance(value, str))
+    return f"rates {report.rates['name']}, bytes a second and seconds: {', '.join(values)}"
 
 
 def _table(title: str) -> Table:
