@@ -125,6 +125,27 @@ def test_a_model_behind_torch_compile_is_refused():
         ndcompile.compile(torch.compile(models.on_meta("llama", **ONE)))
 
 
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile], ids=["DataParallel", "OptimizedModule"])
+def test_a_wrapper_is_refused_wherever_it_is(wrap, request):
+    kind = request.node.callspec.id
+    with pytest.raises(UnsupportedError, match=f"The model is wrapped in {kind}"):
+        ndcompile.compile(wrap(models.build("llama", **ONE)))
+    model = models.build("llama", **ONE)
+    model.model = wrap(model.model)
+    with pytest.raises(UnsupportedError, match=f"Module 'model' is wrapped in {kind}"):
+        ndcompile.compile(model)
+
+
+def test_a_model_that_accelerate_prepared_is_refused():
+    accelerate.state.AcceleratorState._reset_state(True)
+    try:
+        model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(models.build("llama", **ONE))
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(UnsupportedError, match=r"'LlamaForCausalLM' was replaced by accelerator\.prepare\(\)"):
+        ndcompile.compile(model)
+
+
 def test_a_dispatched_model_is_refused():
     model = accelerate.dispatch_model(models.build("llama", **ONE), {"": "cpu"}, force_hooks=True)
     with pytest.raises(UnsupportedError, match=r"carries accelerate hooks \(device_map"):
