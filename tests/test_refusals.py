@@ -72,6 +72,14 @@ def test_an_option_that_is_not_implemented_is_refused(option, error, sentence):
         ndcompile.compile(models.on_meta("llama", **ONE), distributed_config=DistributedConfig(**option))
 
 
+def test_several_ranks_without_a_launcher_name_the_sizes_and_the_command(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    config = DistributedConfig(fsdp_size=2, tp_size=2)
+    with pytest.raises(MeshError, match=r"4 ranks \(dp_replicate=1 x fsdp=2 x tp=2\).*torchrun --nproc-per-node 4"):
+        ndcompile.compile(models.on_meta("llama", **ONE), distributed_config=config)
+
+
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 def test_hooks_on_inner_modules_are_refused(kind):
     model = models.on_meta("llama", **ONE)
