@@ -117,13 +117,19 @@ def init_mesh(distributed_config: DistributedConfig, device_type: str | None = N
 
     Starts a process group for a single process when none is running and the config asks for one rank.
 
-    Raises MeshError when the sizes do not multiply to the world size, or for a pipeline axis.
+    Raises MeshError when the sizes do not multiply to the world size, for several ranks in a process that no launcher
+    started, or for a pipeline axis.
     """
     sizes = config_sizes(distributed_config)
     names = ("dp_replicate", "fsdp", "tp")
     world = math.prod(sizes[name] for name in names)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
+        if world > 1 and "RANK" not in os.environ:
+            raise MeshError(
+                f"distributed_config asks for {world} ranks ({_spell(sizes, names)}), but this process is alone: there "
+                f"is no RANK in its environment. Start the script with torchrun --nproc-per-node {world}."
+            )
         _start_process_group(world, _backend(device_type, distributed_config.fsdp_cpu_offload))
     if world != dist.get_world_size():
         raise MeshError(

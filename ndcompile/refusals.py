@@ -31,6 +31,8 @@ METHODS = {
     "add_adapter": "add_adapter() adds parameters. Add adapters first, then call ndcompile.compile.",
 }
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "OptimizedModule")
+
 
 def refuse_methods(model: nn.Module) -> None:
     """Make the methods that cannot work raise their sentence."""
@@ -65,16 +67,13 @@ def refuse_inner_calls(model: nn.Module) -> None:
 def check_model(model: Any) -> None:
     """Raises UnsupportedError for models that are wrapped, hooked or compiled already, TypeError for other objects."""
     kind = type(model)
-    if kind.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
-        raise UnsupportedError(
-            f"The model is wrapped in {kind.__name__}. Pass the plain model: ndcompile shards it itself."
-        )
     if not isinstance(model, nn.Module):
         raise TypeError(
             "ndcompile.compile takes a transformers PreTrainedModel or an nn.Module, not "
             f"{kind.__module__}.{kind.__name__}."
         )
     name = type(model).__name__
+    _check_wrappers(model)
     if name.startswith("FSDP") or any(type(m).__name__.startswith("FSDP") for m in model.modules()):
         raise UnsupportedError(f"{name} was wrapped by fully_shard. Pass the plain model: ndcompile shards it itself.")
     forward = model.__dict__.get("forward")
@@ -93,6 +92,20 @@ def check_model(model: Any) -> None:
         if fqn and (module._forward_hooks.keys() - known or module._forward_pre_hooks or module._backward_hooks):
             raise UnsupportedError(
                 f"Module {fqn!r} has hooks, which a compiled graph would not run. Remove them, or hook the top module."
+            )
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    """A wrapper anywhere in the model, or a forward that accelerate replaced, would be lost or get into the graph."""
+    for fqn, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in WRAPPERS:
+            what = f"Module {fqn!r}" if fqn else "The model"
+            raise UnsupportedError(f"{what} is wrapped in {kind}. Pass the plain model: ndcompile shards it itself.")
+        if "_original_forward" in module.__dict__:
+            raise UnsupportedError(
+                f"The forward of {fqn or type(model).__name__!r} was replaced by accelerator.prepare(). Compile the "
+                "model without preparing it; for mixed precision use fsdp_mixed_precision or torch.autocast."
             )
 
 

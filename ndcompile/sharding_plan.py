@@ -5,7 +5,6 @@ It is a pure function of the model's shapes, the axis sizes and transformers' pl
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ndcompile.expert_plan import ExpertPlan, plan_experts
 from ndcompile.own_rules import local_counts
 from ndcompile.styles import STYLES
 from ndcompile.torch_private import StridedShard
+from ndcompile.tp_limits import check_tp
 from ndcompile.transformers_plan import resolve_plans
 from ndcompile.user_plan import resolve_user_plan
 
@@ -155,6 +155,8 @@ def build_plan(
     tp_styles, ep_styles, fsdp_styles = resolve(model, sizes, config)
     experts = plan_experts(model, ep_styles, sizes, config.ep_implementation, expert_capacity)
     names = _parameter_names(model)
+    first = {fqns[0]: parameter for parameter, fqns in names.values() if ep_styles.get(fqns[0]) != "grouped_gemm"}
+    check_tp(model, first, tp_styles, sizes["tp"])
     parameters = tuple(
         _plan_expert(parameter, fqns, fsdp_styles, sizes)
         if ep_styles.get(fqns[0]) == "grouped_gemm"
@@ -164,7 +166,6 @@ def build_plan(
     modules = tuple(
         ModulePlan(fqn, tp_styles[fqn]) for fqn, _ in model.named_modules() if fqn in tp_styles and sizes["tp"] > 1
     )
-    check_heads(model, tp_styles, sizes["tp"])
     counts = local_counts(model, config.tp_plan, sizes["tp"])
     mixed = bool(config.fsdp_mixed_precision) and sizes["fsdp"] * sizes["dp_replicate"] > 1
     by_sequence = bool(config.enable_sequence_parallel) and sizes["tp"] > 1
@@ -179,31 +180,6 @@ def build_plan(
         counts,
         cpu_offload=bool(config.fsdp_cpu_offload),
     )
-
-
-def check_heads(model: nn.Module, tp_styles: Mapping[str, str], tp: int) -> None:
-    """Attention code splits a projection's output into heads: a rank must hold whole ones.
-
-    Raises PlanError with the layer, its number of heads, and the tp sizes that are legal for all layers.
-    """
-    heads = {}
-    for fqn, module in model.named_modules():
-        width = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-        if not isinstance(width, int):
-            continue
-        for name, child in module.named_children():
-            path = f"{fqn}.{name}"
-            if tp_styles.get(path) == "colwise" and isinstance(child, nn.Linear) and child.out_features % width == 0:
-                heads[path] = child.out_features // width
-    for path, count in heads.items():
-        if count % tp:
-            common = math.gcd(*heads.values())
-            legal = [size for size in range(1, common + 1) if common % size == 0]
-            raise PlanError(
-                f"tp={tp} does not divide the {count} heads of {path!r}. Legal tp sizes for {type(model).__name__}: "
-                f"{legal}. Choose one of them, or leave this projection whole with tp_plan={{{generic(path)!r}: "
-                "'colwise_gather_output'} and a 'rowwise_split_input' output projection."
-            )
 
 
 def _parameter_names(model: nn.Module) -> dict[int, tuple[nn.Parameter, list[str]]]:
@@ -234,7 +210,6 @@ def _plan_parameter(
                 f"{fqn!r} and {other!r} are one tied tensor, but their styles {styles[fqn]!r} and {styles[other]!r} "
                 f"place it as {placement} and {places[other]} on tp. Give both the same placement in tp_plan."
             )
-    _check_divisible(fqn, styles[fqn], parameter.shape, placement, tp)
     fsdp_style = next((s for name in fqns if (s := _fsdp_style(name, fsdp_styles)) is not None), KEEP)
     fsdp = _fsdp_placement(parameter.shape, placement, tp) if sizes["fsdp"] > 1 else Replicate()
     return ParameterPlan(
@@ -278,26 +253,6 @@ def _fsdp_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
     """fsdp as the axes of the storage mesh that make it up."""
     rest = max(sizes["ep"] // sizes["tp"], 1)
     return tuple(size for size in (rest, sizes["fsdp"] // rest) if size > 1) or (1,)
-
-
-PADDED_STYLES = {style for style in STYLES if style.startswith(("colwise", "rowwise", "embedding"))}
-"""Padding these with zeros changes nothing: a rowwise weight multiplies what a padded colwise row gives by zero."""
-
-
-def _check_divisible(fqn: str, style: str, shape: torch.Size, placement: Placement, tp: int) -> None:
-    if not isinstance(placement, Shard | StridedShard):
-        return
-    size = shape[placement.dim]
-    parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-    padding_is_exact = parts == 1 and style in PADDED_STYLES and len(shape) <= 2
-    if padding_is_exact or size % (parts * tp) == 0:
-        return
-    legal = [n for n in range(1, size // parts + 1) if size % (parts * n) == 0]
-    raise PlanError(
-        f"{fqn!r} ({style}) has size {size} on dim {placement.dim}"
-        + (f", {parts} packed parts of {size // parts}" if parts > 1 else "")
-        + f", which tp={tp} does not divide. Legal tp sizes for it: {legal}."
-    )
 
 
 def _fsdp_placement(shape: torch.Size, tp_placement: Placement, tp: int) -> Placement:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ndcompile.asserted_branches import asserted_truth
 from ndcompile.errors import CaptureError
-from ndcompile.graph_input import GraphInput
+from ndcompile.graph_input import COORDINATE, GraphInput
 from ndcompile.parameter_writes import take_out_writes
 from ndcompile.torch_private import (
     FakeTensor,
@@ -71,7 +71,10 @@ def trace(
                 record_stack_traces=True,
             )(*fakes)  # fmt: skip
     except Exception as error:
-        raise CaptureError(_explain(error, model)) from error
+        if _refused_by_model(error):
+            raise
+        by_tp = any(spec.kind == COORDINATE and spec.name == "tp" for spec in inputs)
+        raise CaptureError(_explain(error, model, by_tp)) from error
     for node, spec, fake in zip(module.graph.find_nodes(op="placeholder"), inputs, fakes, strict=True):
         node.meta["input"], node.meta["val"] = spec, fake
     module.__dict__.pop("shape_env", None)  # the tracer leaves it there; caches of compiled graphs cannot take it
@@ -174,8 +177,15 @@ def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _explain(error: Exception, model: nn.Module) -> str:
-    """The layer, the innermost line of model code, what happened there, and a remedy."""
+def _refused_by_model(error: Exception) -> bool:
+    """Whether a model of transformers says what is wrong with its arguments, in a ValueError of its own."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error) is ValueError and "/transformers/models/" in frame.filename
+
+
+def _explain(error: Exception, model: nn.Module, by_tp: bool) -> str:
+    """The layer, the innermost line of model code, what happened there, and a remedy, if there is one to name. by_tp:
+    whether tp cuts anything."""
     frames = traceback.extract_tb(error.__traceback__)
     model_frames = [f for f in frames if "/transformers/models/" in f.filename or f.filename.endswith(_file_of(model))]
     frame = model_frames[-1] if model_frames else frames[-1]
@@ -188,6 +198,8 @@ def _explain(error: Exception, model: nn.Module) -> str:
         )
     elif isinstance(error, NotImplementedError):
         remedy = "A graph cannot hold what this line does: the layer has to be written without it."
+    elif not by_tp:
+        remedy = ""
     else:
         remedy = (
             "If this line fixes a global size (heads, vocabulary) that tp cuts, keep the projections of this layer "
@@ -196,7 +208,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
     return (
         f"{type(model).__name__} could not be captured as one graph: layer {getattr(error, 'in_module', '')!r}, "
         f"{frame.filename}:{frame.lineno}: {frame.line}\n  {type(error).__name__}: {message}\n{remedy}"
-    )
+    ).rstrip()
 
 
 def _line_of(node: fx.Node) -> str:

@@ -120,7 +120,31 @@ def test_heads_that_tp_does_not_divide():
 def test_packed_parts_that_tp_does_not_divide():
     message = _error(_unit_plan, "packed", width=21)
     assert "'unit.gate_up.weight' (packed_colwise) has size 42 on dim 0, 2 packed parts of 21" in message
-    assert "which tp=2 does not divide. Legal tp sizes for it: [1, 3, 7, 21]" in message
+    assert "which tp=2 does not divide. Legal tp sizes for UnitModel: [1, 3, 7, 21]" in message
+
+
+def test_fused_heads_that_tp_does_not_divide():
+    """12 slices of the head's width fit on three ranks; but four heads have their query, key and value side by side."""
+    message = _error(_plan, models.on_meta("gpt_neox"), tp=3)
+    assert "tp=3 does not divide the 4 heads of 'gpt_neox.layers.0.attention.query_key_value'" in message
+    assert ", 3 fused projections of 16 features each. Legal tp sizes for GPTNeoXForCausalLM: [1, 2, 4]" in message
+    assert _plan(models.on_meta("gpt_neox"), tp=4).sizes["tp"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "legal"),
+    [
+        ("mixtral", {}, [1, 2]),
+        ("mixtral", {"intermediate_size": 129}, [1]),
+        ("llama", {"intermediate_size": 129}, [1, 2]),
+        ("llama", {"num_key_value_heads": 4}, [1, 2, 4]),
+    ],
+)
+def test_the_legal_sizes_of_an_error_are_legal(name, overrides, legal):
+    message = _error(_plan, models.on_meta(name, **overrides), tp=3)
+    assert f"Legal tp sizes for {type(models.on_meta(name)).__name__}: {legal}" in message
+    for tp in legal:
+        _plan(models.on_meta(name, **overrides), tp=tp)
 
 
 def test_experts_that_tp_does_not_divide():

@@ -72,6 +72,14 @@ def test_an_option_that_is_not_implemented_is_refused(option, error, sentence):
         ndcompile.compile(models.on_meta("llama", **ONE), distributed_config=DistributedConfig(**option))
 
 
+def test_several_ranks_without_a_launcher_name_the_sizes_and_the_command(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    config = DistributedConfig(fsdp_size=2, tp_size=2)
+    with pytest.raises(MeshError, match=r"4 ranks \(dp_replicate=1 x fsdp=2 x tp=2\).*torchrun --nproc-per-node 4"):
+        ndcompile.compile(models.on_meta("llama", **ONE), distributed_config=config)
+
+
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 def test_hooks_on_inner_modules_are_refused(kind):
     model = models.on_meta("llama", **ONE)
@@ -123,6 +131,27 @@ def test_an_ordinary_module_has_no_checkpoints():
 def test_a_model_behind_torch_compile_is_refused():
     with pytest.raises(UnsupportedError, match=r"wrapped in OptimizedModule\. Pass the plain"):
         ndcompile.compile(torch.compile(models.on_meta("llama", **ONE)))
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile], ids=["DataParallel", "OptimizedModule"])
+def test_a_wrapper_is_refused_wherever_it_is(wrap, request):
+    kind = request.node.callspec.id
+    with pytest.raises(UnsupportedError, match=f"The model is wrapped in {kind}"):
+        ndcompile.compile(wrap(models.build("llama", **ONE)))
+    model = models.build("llama", **ONE)
+    model.model = wrap(model.model)
+    with pytest.raises(UnsupportedError, match=f"Module 'model' is wrapped in {kind}"):
+        ndcompile.compile(model)
+
+
+def test_a_model_that_accelerate_prepared_is_refused():
+    accelerate.state.AcceleratorState._reset_state(True)
+    try:
+        model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(models.build("llama", **ONE))
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(UnsupportedError, match=r"'LlamaForCausalLM' was replaced by accelerator\.prepare\(\)"):
+        ndcompile.compile(model)
 
 
 def test_a_dispatched_model_is_refused():
