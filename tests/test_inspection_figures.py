@@ -141,12 +141,10 @@ def test_recomputed_layers_keep_fewer_activations():
 
 MEASURED_ON_H200 = [
     # kind, layers, config, sequences a data rank, `peak_gb` of a row with logits, and its file in bench/.
-    # fsdp=2 has no row of the present passes: one is from before any pass gathered ahead (25.08), the other ran with
-    # inductor's (28.57, in speed-H200-torch2.11.jsonl, which docs/inspection.md speaks of).
-    ("dense", 8, {"fsdp_size": 2}, 2, 25.08),  # 2xH200-torch2.11.jsonl
+    ("dense", 8, {"fsdp_size": 2}, 2, 25.08),  # experts-and-logits-2xH200-torch2.11.jsonl
     ("dense", 8, {"fsdp_size": 4}, 2, 20.89),  # 4xH200-torch2.11.jsonl
     ("dense", 8, {"tp_size": 2}, 4, 30.52),  # speed-H200-torch2.11.jsonl
-    ("moe", 4, {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, 2, 22.45),  # overlap-2xH200
+    ("moe", 4, {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, 2, 22.29),  # the same
     ("moe", 4, {"fsdp_size": 4, "ep_size": 4, "ep_implementation": "all_to_all"}, 2, 17.85),  # moe-4xH200
     ("moe", 4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4, "ep_implementation": "all_to_all"}, 4, 22.98),  # the same
 ]

@@ -49,7 +49,9 @@ def _described(graph) -> Counter:
     )
 
 
-@pytest.mark.parametrize(("name", "sizes", "overrides"), CASES)
+@pytest.mark.parametrize(
+    ("name", "sizes", "overrides"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
+)
 def test_the_time_of_layers_traced_once_is_that_of_all_layers(name, sizes, overrides):
     model = models.on_meta(name, num_hidden_layers=6, **overrides)
     config = {f"{axis}_size": size for axis, size in sizes.items()}
