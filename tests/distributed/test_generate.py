@@ -68,6 +68,17 @@ def test_sampling_with_different_seeds_gives_a_tp_group_the_tokens_of_its_first_
         assert torch.equal(tokens, _expected("llama", TWO, 0, arguments, seed=3))
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("llama", {"fsdp_size": 2}), ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2})]
+)
+def test_sampling_gives_data_ranks_the_tokens_of_one_process(world, checkpoint, model, sizes):
+    """Each samples for its own prompt, from the generator of its own process."""
+    options = {"distributed_config": sizes}
+    arguments = {"max_new_tokens": 6, "do_sample": True, "top_k": 20}
+    for rank, tokens, _ in world(2)(_generate, model, EP2, TWO, checkpoint(model, **TWO), options, arguments, 3):
+        assert torch.equal(tokens, _expected(model, TWO, rank, arguments, seed=3 + rank))
+
+
 def test_beam_search(world, checkpoint):
     arguments = {"max_new_tokens": 6, "do_sample": False, "num_beams": 2}
     for rank, tokens, _ in world(2)(_generate, "llama", TP2, TWO, checkpoint("llama", **TWO), {}, arguments):
