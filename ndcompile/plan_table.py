@@ -19,11 +19,11 @@ def plan_table(plan: ShardingPlan, width: int = 118) -> str:
     """Text of the plan, `width` columns at most."""
     mesh = " x ".join(f"{name}={size}" for name, size in plan.sizes.items() if size > 1) or "one rank"
     table = Table(title=f"{plan.model} on {mesh}", title_justify="left")
-    table.add_column("parameter", min_width=30, overflow="fold")
+    table.add_column("parameter", overflow="fold")
     for column in ("n", "global shape", "tp", "fsdp", "local shape"):
         table.add_column(column, no_wrap=True)
     table.add_column("style", overflow="fold")
-    table.add_column("after forward")
+    table.add_column("after forward", width=7)
     for name, group in fold(plan).items():
         first = group[0]
         table.add_row(
