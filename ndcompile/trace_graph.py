@@ -178,9 +178,11 @@ def _annotated(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _refused_by_model(error: Exception) -> bool:
-    """Whether a model of transformers says what is wrong with its arguments, in a ValueError of its own."""
+    """Whether a model of transformers says what is wrong with its arguments: it raises a ValueError. One that Python
+    raises in its code (sizes that cannot be unpacked) is of the shapes that the code was given, by a plan perhaps."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return type(error) is ValueError and "/transformers/models/" in frame.filename
+    raised = (frame.line or "").lstrip().startswith("raise")
+    return type(error) is ValueError and "/transformers/models/" in frame.filename and raised
 
 
 def _explain(error: Exception, model: nn.Module, by_tp: bool) -> str:
