@@ -14,6 +14,7 @@ import shutil
 from math import prod
 from pathlib import Path
 
+import models
 import pytest
 import torch
 from sample_report import sample_report
@@ -22,6 +23,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from torch.distributed.tensor import Replicate, Shard
 
+import ndcompile
 from ndcompile.inspection.page import check_page_path, page, write_page
 from ndcompile.inspection.report import ParameterRow, Report
 from ndcompile.layout import intervals
@@ -164,6 +166,14 @@ def test_search_finds_a_layer_by_its_full_name(show):
     search.send_keys("layers.48.")
     assert not _shown(browser, "#tree .row:not(.heads)")
     assert "No parameter has this name." in _shown(browser, ".nothing")
+
+
+def test_the_page_of_a_traced_plan(show):
+    plan = ndcompile.plan(models.on_meta("qwen3_moe", num_hidden_layers=2), {"fsdp_size": 2, "tp_size": 2}, seq_len=64)
+    browser = show(plan.report)
+    assert browser.title == "Qwen3MoeForCausalLM: sharding plan"
+    _find(browser, "#search").send_keys("k_norm")
+    assert [text.split("\n")[0] for text in _shown(browser, "#tree .leaf")] == ["k_norm.weight"]
 
 
 def test_the_tree_collapses_without_a_mouse_and_opens_for_a_hit(show):
