@@ -11,6 +11,7 @@
 #                 data axes and experts over ep, which writes PROOF.md; hours long, and can be stopped and continued
 #   make derive   derived plans for every architecture without a tp_plan, run on two ranks, which writes DERIVED.md; ten
 #                 minutes (TYPES=gpt2,opt runs these again, DAMAGE=1 proves damaged graphs of them anew)
+#   make picture  docs/plan.png, the page of a plan in a headless Chromium
 #   make lint     ruff and mypy only
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # without one, pip on Linux takes the default wheels, which work too but bring gigabytes of CUDA libraries.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test parity zoo proof derive lint toolchain clean
+.PHONY: demo test parity zoo proof derive picture lint toolchain clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -54,6 +55,13 @@ proof: toolchain $(VENV)/.installed
 derive: toolchain $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/distributed:tests/zoo $(BIN)/python tests/derived_table.py --anew \
 	  --types "$(TYPES)" $(if $(DAMAGE),--damage)
+
+CHROMIUM ?= chromium
+picture: $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/ndcompile plan tests/plan_configs/qwen3_30b_a3b.json --fsdp 4 --tp 2 --ep 4 --seq 4096 --html build/plan.html \
+	  > build/plan.txt
+	$(CHROMIUM) --headless --no-sandbox --hide-scrollbars --window-size=1400,1120 --screenshot=docs/plan.png build/plan.html
 
 lint: $(VENV)/.installed build/mypy
 	$(BIN)/ruff check .
