@@ -1,11 +1,13 @@
 """The harness itself: results, exceptions and hangs of ranks reach the test."""
 
+import os
+import signal
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankError, RankTimeout
+from pool import RankDied, RankError, RankTimeout
 
 
 def _sum_of_ranks(offset):
@@ -22,6 +24,14 @@ def _fail_on(bad):
 def _hang_on(bad):
     if dist.get_rank() == bad:
         time.sleep(600)
+
+
+def _crash_where_missing(marker, leave):
+    if dist.get_rank() == 1 and not marker.exists():
+        if leave:
+            marker.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return dist.get_rank()
 
 
 def test_results_come_in_rank_order(ranks):
@@ -42,3 +52,15 @@ def test_a_hang_ends_with_the_stacks_of_the_ranks(world):
     with pytest.raises(RankTimeout, match=r"_hang_on did not end within 2 s on rank 1(?s:.*)in _hang_on"):
         pool(_hang_on, 1, timeout=2)
     assert not pool.processes
+
+
+def test_a_function_in_which_a_rank_crashed_runs_once_more(world, tmp_path):
+    with pytest.warns(UserWarning, match="rank 1 died in _crash_where_missing"):
+        assert world(2)(_crash_where_missing, tmp_path / "crashed", True) == [0, 1]
+
+
+def test_a_function_that_crashes_again_fails(world, tmp_path):
+    pool = world(2)
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(RankDied, match=r"rank 1 died .* \(-11\)"):
+        pool(_crash_where_missing, tmp_path / "never", False)
+    assert pool(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
