@@ -3,8 +3,7 @@
     torchrun --nproc-per-node=4 bench/gloo_heap.py --at-once 6 --seconds 120
 
 Prints how many all-gathers were done. With six at once a rank mostly dies ("malloc(): unaligned tcache chunk detected",
-or a segmentation fault in a gloo thread) within two minutes on two cores, torch 2.11 and 2.13; with one or two none
-did.
+or a segmentation fault in a gloo thread) within two minutes on two cores, torch 2.13; with one or two none did.
 This is why `passes/overlap_communication.py` keeps few under way on the CPU: see docs/speed.md, "Overlap and buckets".
 """
 
