@@ -131,9 +131,12 @@ class _Copies:
     def _place(self, wanted: Copy) -> None:
         """Make a copy behind what it reads, which is made now where it was not yet."""
         waiting = [wanted]
+        opened: set[Copy] = set()
         while waiting:
             node, copy = waiting[-1]
             missing = [s for each in self._inputs(node) if (s := self._source(node, copy, each)) not in self.made]
+            assert not missing or (node, copy) not in opened, f"copy {copy} of {node} reads what reads it: {missing}"
+            opened.add((node, copy))
             waiting += reversed(missing)
             if not missing:
                 self._make(waiting.pop())

@@ -218,11 +218,11 @@ def _mark_parameters(graph: fx.Graph) -> None:
 
 
 def _name_sums(graph: fx.Graph) -> None:
-    """Give the sums of gradients, which autograd makes outside of any module, the module of their last operand."""
+    """Give what autograd makes outside of any module, as sums of gradients, the module of its last operand in one."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op == "call_function" and "module" not in (node.meta.get("custom") or {}):
-            named = [source for source in node.all_input_nodes if source.op == "call_function"]
+            named = [source for source in node.all_input_nodes if source.op == "call_function" and module_of(source)]
             last = max(named, key=order.__getitem__, default=None)
             custom = {"module": module_of(last) if last is not None else ""}
             node.meta["custom"] = (node.meta.get("custom") or {}) | custom
