@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.host_copies import COPIED
+from ndcompile.own_memory import separate_gradients, wait_once
 from ndcompile.torch_private import (
     CustomPartitionerFn,
     get_hash_for_files,
@@ -28,7 +29,15 @@ from ndcompile.torch_private import (
 
 LOWERING_SOURCES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute", "torch_private")
+    for name in (
+        "chunked_loss",
+        "host_copies",
+        "own_memory",
+        "partition",
+        "random_ops",
+        "redistribute",
+        "torch_private",
+    )
 )
 
 aten = torch.ops.aten
@@ -68,6 +77,11 @@ class Partitioner(CustomPartitionerFn):
         tag_regathered_weights(gm)
         kwargs.setdefault("compiler", "inductor")
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        wait_once(forward.graph)
+        wait_once(backward.graph)
+        separate_gradients(backward.graph)
+        forward.recompile()
+        backward.recompile()
         self.forward, self.backward = forward, backward
         return forward, backward
 

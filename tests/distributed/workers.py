@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import models
@@ -133,7 +135,8 @@ def error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def gradient_errors(model: torch.nn.Module, expected: dict[str, Tensor | None]) -> dict[str, float]:
-    """Error of every gradient; collective. A gradient that only one side has counts as 1, unless it is zero."""
+    """Error of every gradient; collective. A gradient that only one side has counts as 1, unless it is zero; one that
+    shares memory with another as infinite: what is done in place to one is done to both."""
     top = max(g.abs().max().item() for g in expected.values() if g is not None)
     errors = {}
     for name, parameter in model.named_parameters():
@@ -144,4 +147,12 @@ def gradient_errors(model: torch.nn.Module, expected: dict[str, Tensor | None]) 
             errors[name] = 0.0 if zero else 1.0
         else:
             errors[name] = error(full(parameter.grad), reference, 1e-3 * top)
-    return errors
+    return errors | dict.fromkeys(sharing_memory(model), math.inf)
+
+
+def sharing_memory(model: torch.nn.Module) -> set[str]:
+    """Names of parameters whose gradient shares memory with that of another one."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    extents = sorted((g.data_ptr(), g.data_ptr() + g.nbytes, name) for name, g in local.items() if g.numel())
+    return {name for (_, end, _), (begin, _, name) in pairwise(extents) if begin < end}
