@@ -26,10 +26,8 @@ from ndcompile.torch_private import (
     min_cut_rematerialization_partition,
 )
 
-LOWERING_SOURCES = tuple(
-    str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute", "torch_private")
-)
+LOWERING = ("chunked_loss", "host_copies", "partition", "random_ops", "redistribute", "torch_private", "weight_shards")
+LOWERING_SOURCES = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in LOWERING)
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
