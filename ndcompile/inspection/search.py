@@ -109,30 +109,31 @@ def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]]
 
 def _no_multiples(world: int, tp: int) -> dict[str, str]:
     """The numbers of expert shards that do not go with `tp`, and why."""
-    sizes = [ep for ep in _divisors(world) if ep > 1]
-    if not (left_out := [ep for ep in sizes if ep % tp]):
-        return {}
-    legal = [ep for ep in sizes if ep % tp == 0]
-    return {
-        f"tp={tp}, ep={_listed(left_out)}": f"ep counts expert shards, of which the {tp} ranks of a tp group "
-        f"hold as many each: it must be a multiple of tp={tp}. Multiples on {world} ranks: {legal}."
-    }
+    return _not_multiple_of(
+        tp,
+        [ep for ep in _divisors(world) if ep > 1],
+        f"tp={tp}, ep",
+        f"ep counts expert shards, of which the {tp} ranks of a tp group hold as many each: it must be a multiple of "
+        f"tp={tp}. Multiples on {world} ranks",
+    )
 
 
 def _too_few_data_ranks(world: int, tp: int, ep: int) -> dict[str, str]:
     """The sizes of fsdp that do not go with `tp` and `ep`, and why."""
-    sizes, rest = _divisors(world // tp), ep // tp
-    if not (left_out := [fsdp for fsdp in sizes if fsdp % rest]):
-        return {}
-    legal = [fsdp for fsdp in sizes if fsdp % rest == 0]
-    return {
-        f"tp={tp}, ep={ep}, fsdp={_listed(left_out)}": f"The {ep} expert shards lie on tp x fsdp ranks: fsdp must "
-        f"be a multiple of ep / tp = {rest}. Legal fsdp sizes with tp={tp}, ep={ep}: {legal}."
-    }
+    return _not_multiple_of(
+        rest := ep // tp,
+        _divisors(world // tp),
+        f"tp={tp}, ep={ep}, fsdp",
+        f"The {ep} expert shards lie on tp x fsdp ranks: fsdp must be a multiple of ep / tp = {rest}. "
+        f"Legal fsdp sizes with tp={tp}, ep={ep}",
+    )
 
 
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
+def _not_multiple_of(unit: int, sizes: Sequence[int], axis: str, reason: str) -> dict[str, str]:
+    """Those of an axis' `sizes` that are no multiples of `unit`, as one entry whose reason ends with the others."""
+    legal = [size for size in sizes if size % unit == 0]
+    left_out = ", ".join(str(size) for size in sizes if size % unit)
+    return {f"{axis}={left_out}": f"{reason}: {legal}."} if left_out else {}
 
 
 def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:
