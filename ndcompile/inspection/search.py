@@ -12,7 +12,7 @@ that do not divide evenly is counted in bytes held, not in time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.inspection.kernels import Size, filled_rows
+from ndcompile.inspection.kernels import Kernels, Size, filled_rows, kernels
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
+from ndcompile.inspection.legal_layouts import legal_layouts
 from ndcompile.inspection.memory import MOMENTS, memory, stored_bytes
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.scheduled import scheduled
-from ndcompile.inspection.search_result import Candidate, Illegal, Layout, SearchResult, Unfit
+from ndcompile.inspection.search_result import Candidate, Layout, SearchResult, Unfit
 from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.loader.rank_reads import spell_bytes
@@ -56,7 +57,7 @@ def search(
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
     part = _Part.of(model)
-    families, illegal = _legal(part, world, batch_size)
+    families, illegal = legal_layouts(world, batch_size, part.refusal, part.has_experts)
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
     for layouts in families:
@@ -81,77 +82,10 @@ def search(
     return result if fitting else dataclasses.replace(result, advice=_advice(part, result))
 
 
-def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]], list[Illegal]]:
-    """Layouts that the model can have on `world` ranks, by family, and the sizes that it cannot have."""
-    families: list[list[Layout]] = []
-    illegal: dict[str, str] = {}
-    for tp in _divisors(world):
-        ranks = world // tp
-        if reason := part.refusal(Layout(1, ranks, tp)):
-            illegal[f"tp={tp}"] = reason
-            continue
-        if batch_size % ranks:
-            illegal[f"tp={tp}"] = (
-                f"A batch of {batch_size} sequences does not divide over {ranks} data ranks (dp_replicate x fsdp). "
-                f"Legal with tp={tp}: multiples of {ranks}."
-            )
-            continue
-        families += _families(world, tp, 1)
-        illegal |= _no_multiples(world, tp) if part.has_experts else {}
-        for ep in (tp * rest for rest in _divisors(ranks) if tp * rest > 1 and part.has_experts):
-            if reason := part.refusal(Layout(1, ranks, tp, ep)):
-                illegal.setdefault(f"ep={ep}", reason)
-            else:
-                families += _families(world, tp, ep)
-                illegal |= _too_few_data_ranks(world, tp, ep)
-    return families, [Illegal(where, reason) for where, reason in illegal.items()]
-
-
-def _no_multiples(world: int, tp: int) -> dict[str, str]:
-    """The numbers of expert shards that do not go with `tp`, and why."""
-    return _not_multiple_of(
-        tp,
-        [ep for ep in _divisors(world) if ep > 1],
-        f"tp={tp}, ep",
-        f"ep counts expert shards, of which the {tp} ranks of a tp group hold as many each: it must be a multiple of "
-        f"tp={tp}. Multiples on {world} ranks",
-    )
-
-
-def _too_few_data_ranks(world: int, tp: int, ep: int) -> dict[str, str]:
-    """The sizes of fsdp that do not go with `tp` and `ep`, and why."""
-    return _not_multiple_of(
-        rest := ep // tp,
-        _divisors(world // tp),
-        f"tp={tp}, ep={ep}, fsdp",
-        f"The {ep} expert shards lie on tp x fsdp ranks: fsdp must be a multiple of ep / tp = {rest}. "
-        f"Legal fsdp sizes with tp={tp}, ep={ep}",
-    )
-
-
-def _not_multiple_of(unit: int, sizes: Sequence[int], axis: str, reason: str) -> dict[str, str]:
-    """Those of an axis' `sizes` that are no multiples of `unit`, as one entry whose reason ends with the others."""
-    legal = [size for size in sizes if size % unit == 0]
-    left_out = ", ".join(str(size) for size in sizes if size % unit)
-    return {f"{axis}={left_out}": f"{reason}: {legal}."} if left_out else {}
-
-
-def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:
-    """The layouts of a pair whose steps are one program: without fsdp, and with it, which grows."""
-    ranks, rest = world // tp, max(ep // tp, 1)
-    layouts = [Layout(ranks // fsdp, fsdp, tp, ep) for fsdp in _divisors(ranks) if fsdp % rest == 0]
-    families = [layout for layout in layouts if layout.fsdp == 1], [layout for layout in layouts if layout.fsdp > 1]
-    return [family for family in families if family]
-
-
 def _representative(layouts: Sequence[Layout]) -> Layout:
     """The layout to trace: as few shards as make it gather dense weights and experts. Many make long graphs, as every
     shard that is put in place, or is uneven, has nodes of its own."""
     return next((layout for layout in layouts if layout.fsdp * layout.tp > layout.ep), layouts[-1])
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 @dataclass(frozen=True)
@@ -203,17 +137,17 @@ class _Part:
 class _Step:
     """A step traced on a layout with few replicas, which stands for the layouts of its family.
 
-    graphs: forward and backward of all layers, as they run.
+    graphs: forward and backward of all layers, as they run. costs: of their kernels, the same on every layout.
     """
 
     part: _Part
     traced: Traced
     graphs: tuple[fx.Graph, fx.Graph]
     layout: Layout
+    costs: tuple[Kernels, Kernels]
     traced_peak: int
     rates: Rates
     size: Size
-    filled: Mapping[str, float]
 
     @classmethod
     def of(cls, part: _Part, layout: Layout, replicas: int, batch_size: int, seq_len: int, rates: Rates) -> _Step:
@@ -222,7 +156,9 @@ class _Step:
         top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
         filled = filled_rows(traced.plan.experts, top_k)
         size = _remembering(traced.size)
-        return cls(part, traced, scheduled(traced), layout, memory(traced).peak, rates, size, filled)
+        forward, backward = scheduled(traced)
+        costs = kernels(forward, rates, size, filled), kernels(backward, rates, size, filled)
+        return cls(part, traced, (forward, backward), layout, costs, memory(traced).peak, rates, size)
 
     def peak(self, layout: Layout) -> int:
         """Bytes at the peak: of the traced layout, with this one's parameters, gradients and moments."""
@@ -236,7 +172,7 @@ class _Step:
             self.rates,
             optimizer_bytes=ADAMW_PASSES * self.part.stored(layout)[1],
             size=self.size,
-            filled=self.filled,
+            costs=self.costs,
         )
         exposed = next(figure.value for figure in result.time if figure.name == "exposed share")
         return Candidate(layout, result.step, tokens / result.step, exposed, states, peak)

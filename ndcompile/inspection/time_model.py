@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-import networkx
 from torch import fx
 
 from ndcompile.inspection import kernels as timed
@@ -66,20 +65,20 @@ def estimate(
     optimizer_bytes: int = 0,
     size: Size = int,
     filled: Mapping[str, float] | None = None,
+    costs: tuple[Kernels, Kernels] | None = None,
 ) -> TimeEstimate:
     """Estimate a training step from its graphs, of all layers and in the order in which they run (see `scheduled`).
 
     axes: of the storage mesh. optimizer_bytes: that an optimizer step reads and writes, see ADAMW_PASSES. size: a
-    symbolic size as a number. filled: see `kernels.filled_rows`.
+    symbolic size as a number. filled: see `kernels.filled_rows`. costs: what `kernels` makes of the two graphs, where
+    that is known; axes have no part in it.
 
     Raises ValueError for a dtype without a rate, and for a collective without a formula.
     """
     groups = groups_of(axes, rates.ranks_a_node)
     tasks: list[Task] = []
-    parts: list[Kernels] = []
-    for phase, graph in (("forward", forward), ("backward", backward)):
-        cost = kernels(graph, rates, size, filled)
-        parts.append(cost)
+    parts = costs or (kernels(forward, rates, size, filled), kernels(backward, rates, size, filled))
+    for phase, graph, cost in (("forward", forward, parts[0]), ("backward", backward, parts[1])):
         tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size), groups, len(tasks))
     tasks.append(Task("optimizer", "", "optimizer", optimizer_bytes / (rates.memory_bandwidth * rates.memory_fraction)))
     path = _critical_path(tasks)
@@ -134,23 +133,21 @@ def _tasks(
 def _critical_path(tasks: Sequence[Task]) -> list[Task]:
     """The longest path through the tasks: through each stream's order, from kernels to the collectives issued behind
     them, and from collectives to their waits. Its seconds are the step's."""
-    order = networkx.DiGraph()
+    ends: list[float] = []
+    before: list[int | None] = []
     last: dict[bool, int] = {}
-
-    def follow(before: int | None, after: int) -> None:
-        if before is not None:
-            order.add_edge(before, after, seconds=tasks[before].seconds)
-
     for number, task in enumerate(tasks):
-        order.add_node(number)
-        follow(last.get(False), number)
-        follow(last.get(True) if task.sends else task.waits_for, number)
+        sources = (last.get(False), last.get(True) if task.sends else task.waits_for)
+        latest = max((each for each in sources if each is not None), key=ends.__getitem__, default=None)
+        before.append(latest)
+        ends.append(task.seconds + (0.0 if latest is None else ends[latest]))
         last[task.sends] = number
-    end = len(tasks)
-    for number in last.values():  # what nobody waits for must end as well
-        follow(number, end)
-    path = networkx.dag_longest_path(order, weight="seconds", default_weight=0)
-    return [tasks[number] for number in path if number != end]
+    path: list[Task] = []
+    at = max(last.values(), key=ends.__getitem__, default=None)  # what nobody waits for must end as well
+    while at is not None:
+        path.append(tasks[at])
+        at = before[at]
+    return path[::-1]
 
 
 def _fold(path: Sequence[Task]) -> tuple[PathStep, ...]:
