@@ -12,8 +12,11 @@ that do not divide evenly is counted in bytes held, not in time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -35,6 +38,12 @@ from ndcompile.mesh import Axis
 from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import ShardingPlan, build_plan
 
+FEW = 4
+"""Families for which a further process pays: it takes seconds to start."""
+
+_Priced = tuple[list[Candidate], list[Unfit]]
+"""Of a family, the layouts that fit and the others."""
+
 
 def search(
     model: PreTrainedModel,
@@ -45,11 +54,13 @@ def search(
     seq_len: int,
     rates: Rates,
     stage: Callable[[str], None] = lambda text: None,
+    workers: int = 1,
 ) -> SearchResult:
     """All layouts of `world` ranks for training `model` with AdamW, best first, and why others are not among them.
 
     memory_bytes: of one rank. batch_size: sequences of `seq_len` tokens of a whole step, over all ranks, so that every
-    layout does the same work. stage: told what is under way; a trace takes seconds.
+    layout does the same work. stage: told what was done; a trace takes seconds. workers: processes that trace, of
+    some 0.7 GB each. More than one import the caller's main module, so a script needs `if __name__ == "__main__"`.
 
     Raises ValueError for sizes below 1, and what `trace` and `estimate` raise.
     """
@@ -58,28 +69,56 @@ def search(
             raise ValueError(f"{name}={value} must be 1 or more.")
     part = _Part.of(model)
     families, illegal = legal_layouts(world, batch_size, part.refusal, part.has_experts)
+    priced = partial(_priced, part, memory_bytes, batch_size, seq_len, rates)
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
-    for layouts in families:
-        states = {layout: part.states(layout) for layout in layouts}
-        if min(states.values()) > memory_bytes:
-            unfit += [Unfit(layout, size, None) for layout, size in states.items()]
-            continue
-        traced = _representative(layouts)
-        stage(f"tracing a step on {traced}")
-        replicas = min(2, max(layout.dp_replicate for layout in layouts))
-        step = _Step.of(part, traced, replicas, batch_size, seq_len, rates)
-        for layout, size in states.items():
-            peak = step.peak(layout) if size <= memory_bytes else None
-            if peak is None or peak > memory_bytes:
-                unfit.append(Unfit(layout, size, peak))
-            else:
-                fitting.append(step.candidate(layout, size, peak, batch_size * seq_len / world))
+    for family, (fit, others) in _each(priced, families, min(workers, len(families) // FEW)):
+        if fit or any(other.peak is not None for other in others):
+            stage(f"traced a step on {_representative(family)}")
+        fitting += fit
+        unfit += others
     fitting.sort(key=lambda found: (found.step, found.peak, found.layout))
     unfit.sort(key=lambda other: (other.peak is None, other.needed, other.layout))
     name, found = type(model).__name__, (tuple(fitting), tuple(unfit), tuple(illegal))
     result = SearchResult(name, world, memory_bytes, batch_size, seq_len, rates.name, *found)
     return result if fitting else dataclasses.replace(result, advice=_advice(part, result))
+
+
+def _each(
+    priced: Callable[[list[Layout]], _Priced], families: Sequence[list[Layout]], workers: int
+) -> Iterator[tuple[list[Layout], _Priced]]:
+    """Every family with its layouts, as soon as they are there."""
+    if workers <= 1:
+        yield from ((family, priced(family)) for family in families)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))  # torch's threads do not survive a fork
+    try:
+        pending = {pool.submit(priced, family): family for family in families}
+        for future in as_completed(pending):
+            yield pending[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _priced(
+    part: _Part, memory_bytes: int, batch_size: int, seq_len: int, rates: Rates, layouts: Sequence[Layout]
+) -> _Priced:
+    """The layouts of a family: what those that fit cost, and what the others need."""
+    states = {layout: part.states(layout) for layout in layouts}
+    if min(states.values()) > memory_bytes:
+        return [], [Unfit(layout, size, None) for layout, size in states.items()]
+    replicas = min(2, max(layout.dp_replicate for layout in layouts))
+    step = _Step.of(part, _representative(layouts), replicas, batch_size, seq_len, rates)
+    tokens = batch_size * seq_len / (layouts[0].data_ranks * layouts[0].tp)
+    fit: list[Candidate] = []
+    others: list[Unfit] = []
+    for layout, size in states.items():
+        peak = step.peak(layout) if size <= memory_bytes else None
+        if peak is None or peak > memory_bytes:
+            others.append(Unfit(layout, size, peak))
+        else:
+            fit.append(step.candidate(layout, size, peak, tokens))
+    return fit, others
 
 
 def _representative(layouts: Sequence[Layout]) -> Layout:
