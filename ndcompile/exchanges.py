@@ -79,6 +79,10 @@ class Surroundings:
         last = min([last, *(wall for wall in self.walls if wall > self.at[node])])
         return self._movable(self.at[node] + 1, last)
 
+    def between(self, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+        """The nodes from `first` to `last`, both among them."""
+        return self.nodes[self.at[first] : self.at[last] + 1]
+
     def _movable(self, first: int, last: int) -> list[fx.Node]:
         nodes = self.nodes[first:last]
         return [node for node in nodes if node.op == "call_function" and node not in self.gathers]
@@ -127,7 +131,7 @@ def is_product(node: fx.Node) -> bool:
 
 def ancestors(of: Iterable[fx.Node], among: Iterable[fx.Node]) -> set[fx.Node]:
     """`of`, and what they depend on directly or through others, `among` these."""
-    allowed, waiting = set(among), list(of)
+    allowed, waiting = among if isinstance(among, set) else set(among), list(of)
     found = set(waiting)
     while waiting:
         fresh = [each for each in waiting.pop().all_input_nodes if each in allowed and each not in found]
@@ -157,8 +161,8 @@ def _only_for(roots: Iterable[fx.Node], among: Sequence[fx.Node]) -> set[fx.Node
 
 def waited_for(products: Sequence[fx.Node], among: Iterable[fx.Node]) -> set[fx.Node]:
     """The products that another one of them depends on, through nodes `among` these."""
-    inside = set(among)
-    return {each for last in products for each in products if each is not last and each in ancestors([last], inside)}
+    read = [node for product in products for node in product.all_input_nodes]
+    return ancestors(set(read).intersection(inside := set(among)), inside).intersection(products)
 
 
 def _exchange(node: fx.Node) -> Exchange | None:

@@ -37,6 +37,7 @@ LOWERING_SOURCES = tuple(
         "random_ops",
         "redistribute",
         "torch_private",
+        "weight_shards",
     )
 )
 

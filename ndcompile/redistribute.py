@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from ndcompile.weight_shards import cut, join, pad_to
+
 INVARIANT, REPLICATED, PARTIAL = "I", "R", "P"
 
 collectives = torch.ops._c10d_functional
@@ -41,7 +43,7 @@ class Step:
 
     `size` is the number of ranks of `group`; `full` the size of the sharded dim over all ranks, which the last shards
     need not fill (shards are padded to equal size); `coordinate` this rank's index, a 0-dim tensor, so that no rank's
-    number is baked into the graph. `lengths`, where padding is not all at the end: what each rank's shard holds.
+    number is baked into the graph.
     """
 
     group: str
@@ -49,7 +51,6 @@ class Step:
     dim: int
     full: int
     coordinate: Tensor | None
-    lengths: tuple[int, ...] | None = None
 
 
 def all_reduce(x: Tensor, step: Step) -> Tensor:
@@ -57,27 +58,30 @@ def all_reduce(x: Tensor, step: Step) -> Tensor:
 
 
 def all_gather(x: Tensor, step: Step) -> Tensor:
-    """Concatenate the ranks' equal shards on `dim`, without their padding."""
-    gathered = collectives.all_gather_into_tensor(x.contiguous(), step.size, step.group)
-    gathered = collectives.wait_tensor(gathered)
-    if step.lengths is not None:
-        shards = zip(gathered.chunk(step.size, 0), step.lengths, strict=True)
-        return torch.cat([shard.narrow(step.dim, 0, length) for shard, length in shards], step.dim)
+    """Concatenate the ranks' equal shards on `dim`, without their padding. `sequence_products` knows what this lowers
+    to."""
+    gathered = _gather(x, step)
     if step.dim != 0:
         gathered = torch.cat(gathered.chunk(step.size, 0), step.dim)
     return gathered.narrow(step.dim, 0, step.full)
 
 
-def reduce_scatter(x: Tensor, step: Step, op: str = "sum") -> Tensor:
+def reduce_scatter(x: Tensor, step: Step) -> Tensor:
     """Sum over the ranks and keep this rank's shard of `dim`, padded to equal size."""
-    if step.lengths is not None:
-        shards = x.split(step.lengths, step.dim)
-        x = torch.cat([_pad_to(shard, step.dim, max(step.lengths)) for shard in shards], step.dim)
     x = _pad(x, step)
     if step.dim != 0:
         x = torch.cat(x.chunk(step.size, step.dim), 0)
-    scattered = collectives.reduce_scatter_tensor(x.contiguous(), op, step.size, step.group)
-    return collectives.wait_tensor(scattered)
+    return _scatter(x, step)
+
+
+def _gather(x: Tensor, step: Step) -> Tensor:
+    """The ranks' values, concatenated on the first dim."""
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), step.size, step.group))
+
+
+def _scatter(x: Tensor, step: Step, op: str = "sum") -> Tensor:
+    """This rank's part of the first dim of the ranks' sum."""
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(x.contiguous(), op, step.size, step.group))
 
 
 def narrow(x: Tensor, step: Step) -> Tensor:
@@ -120,23 +124,26 @@ class _Redistribute(torch.autograd.Function):
 class _Unshard(torch.autograd.Function):
     """All-gather a parameter; its gradient is reduced in the parameter's own dtype, as a mean over the ranks.
 
-    held: a gradient of the whole parameter that is reduced with it.
+    parts: sizes of the two axes, outer and inner, of the ranks. held: a gradient of the whole parameter that is reduced
+    with it.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, step: Step, dtype: torch.dtype, mean: str, held: Tensor | None) -> Tensor:
-        ctx.step, ctx.dtype, ctx.mean = step, x.dtype, mean
+    def forward(
+        ctx, x: Tensor, step: Step, parts: tuple[int, int], dtype: torch.dtype, mean: str, held: Tensor | None
+    ) -> Tensor:
+        ctx.step, ctx.parts, ctx.dtype, ctx.mean = step, parts, x.dtype, mean
         ctx.save_for_backward(*([] if held is None else [held]))
-        return all_gather(x.to(dtype), step)
+        return join(_gather(x.to(dtype), step), step.dim, step.full, parts)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad, step = grad.to(ctx.dtype), ctx.step
         for held in ctx.saved_tensors:
             grad = grad + held
-        if ctx.mean == "avg":
-            return reduce_scatter(grad, step, "avg"), None, None, None, None
-        return reduce_scatter(grad, step) / step.size, None, None, None, None
+        shards = cut(grad, step.dim, ctx.parts)
+        reduced = _scatter(shards, step, "avg") if ctx.mean == "avg" else _scatter(shards, step) / step.size
+        return reduced, None, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -202,11 +209,11 @@ def _unshard(
     full: int,
     dtype: torch.dtype,
     mean: str,
-    lengths: list[int] | None = None,
+    parts: list[int] | None = None,
     held: Tensor | None = None,
 ) -> Tensor:
-    step = Step(group, size, dim, full, None, tuple(lengths) if lengths else None)
-    return _Unshard.apply(x, step, dtype, mean, held)
+    outer, inner = parts or (1, size)
+    return _Unshard.apply(x, Step(group, size, dim, full, None), (outer, inner), dtype, mean, held)
 
 
 def _average_gradient(x: Tensor, group: str, size: int, mean: str, held: Tensor | None = None) -> Tensor:
@@ -248,11 +255,7 @@ def _pad(x: Tensor, step: Step) -> Tensor:
     padding = -x.shape[step.dim] % step.size
     if isinstance(padding, int) and padding == 0:
         return x
-    return _pad_to(x, step.dim, x.shape[step.dim] + padding)
-
-
-def _pad_to(x: Tensor, dim: int, size: int) -> Tensor:
-    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
+    return pad_to(x, step.dim, x.shape[step.dim] + padding)
 
 
 _library = torch.library.Library("ndcompile", "DEF")
@@ -261,7 +264,7 @@ _library.define(
     " -> Tensor"
 )
 _library.define(
-    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean, int[]? lengths=None,"
+    "unshard(Tensor x, str group, int size, int dim, SymInt full, ScalarType dtype, str mean, int[]? parts=None,"
     " Tensor? held=None) -> Tensor"
 )
 _library.define("all_to_all(Tensor x, SymInt[] receive, SymInt[] send, str group) -> Tensor")

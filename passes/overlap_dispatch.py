@@ -68,7 +68,8 @@ def _fill(
     products = [*loose.roots, *around.independent(layer, until)]
     late: set[fx.Node] = set()
     if first is not last and not last.fill and not any(node in around.reductions for node in products):
-        needed = waited_for(products, around.nodes)
+        ordered = sorted(products, key=around.at.__getitem__)
+        needed = waited_for(products, around.between(ordered[0], ordered[-1]) if products else [])
         late = set(products) - needed if needed else set(products) - set(loose.roots)
     later = dependents(late, loose.follow)
     first.fill += [node for node in products if node not in late]
@@ -98,10 +99,10 @@ def _reorder(graph: fx.Graph, around: Surroundings, held: set[fx.Node]) -> None:
 
 def _rows_of_reads(graph: fx.Graph, around: Surroundings) -> dict[fx.Node, list[fx.Node]]:
     """A read of the host -> the rows that the exchange behind it sends: they are put together in front of it."""
-    found = {}
+    found, starts = {}, [each.start for layer in around.layers for each in layer]
     for read in host_reads(graph):
-        behind = [e.start for layer in around.layers for e in layer if around.at[e.start] > around.at[read]]
-        if behind and read not in ancestors([rows := behind[0].all_input_nodes[0]], around.nodes):
+        behind = [start for start in starts if around.at[start] > around.at[read]]
+        if behind and read not in ancestors([rows := behind[0].all_input_nodes[0]], around.between(read, rows)):
             found[read] = [rows]
     return found
 

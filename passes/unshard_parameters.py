@@ -17,14 +17,12 @@ ep_rest, which sent them their tokens, have added to their gradient already, and
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from ndcompile.layout import local_shape
 from ndcompile.pass_context import PassContext
 from ndcompile.recompute import layer_of
 from ndcompile.redistribute import average_gradient, divide_gradient, unshard
@@ -85,9 +83,9 @@ def _chain(graph, node: fx.Node, entry: ParameterPlan, dtype, cast: bool, contex
             yield (node := _append(graph, node, average_gradient, (axis.group, axis.size, context.mean)))
     axis = context.axis(entry.data_axes[1])
     if sharded and axis is not None:
-        lengths = _lengths(entry)
+        parts = _parts(entry)
         args = (axis.group, axis.size, *_gather(entry), dtype, context.mean)
-        yield _append(graph, node, unshard, args if lengths is None else (*args, lengths))
+        yield _append(graph, node, unshard, args if parts is None else (*args, parts))
     elif cast:
         yield _append(graph, node, torch.ops.aten.to.dtype, (dtype,))
 
@@ -98,14 +96,10 @@ def _gather(entry: ParameterPlan) -> tuple[int, int]:
     return entry.fsdp.dim, entry.compute_shape[entry.fsdp.dim]
 
 
-def _lengths(entry: ParameterPlan) -> list[int] | None:
-    """What each rank of two fused axes holds, where padding stands between the shards and not behind them."""
-    full = _gather(entry)[1]
-    if len(entry.fsdp_sizes) == 1 or full % math.prod(entry.fsdp_sizes) == 0:
-        return None
-    coordinates = itertools.product(*map(range, entry.fsdp_sizes))
-    placements = [Shard(0)] * len(entry.fsdp_sizes)
-    return [local_shape((full,), placements, entry.fsdp_sizes, coordinate)[0] for coordinate in coordinates]
+def _parts(entry: ParameterPlan) -> list[int] | None:
+    """The sizes of two fused axes, where padding stands between the shards and not behind them."""
+    even = _gather(entry)[1] % math.prod(entry.fsdp_sizes) == 0
+    return None if even or len(entry.fsdp_sizes) == 1 else list(entry.fsdp_sizes)
 
 
 def _append(graph: fx.Graph, node: fx.Node, target, args: tuple) -> fx.Node:

@@ -285,6 +285,7 @@ print(json.dumps({"seconds": time.perf_counter() - start, "ranks": report.ranks,
     ("name", "config", "ranks", "stored"),
     [
         ("llama_3_1_405b", {"fsdp_size": 128, "tp_size": 8}, 1024, 405.85e9 * 2 / 1024),
+        pytest.param("deepseek_v3_671b", {"fsdp_size": 2048, "ep_size": 64}, 2048, None, marks=pytest.mark.slow),
         pytest.param(
             "deepseek_v3_671b", {"fsdp_size": 256, "tp_size": 8, "ep_size": 64}, 2048, None, marks=pytest.mark.slow
         ),

@@ -80,10 +80,11 @@ def test_a_bucket_ends_with_its_layer():
     assert gathers >= 6  # weights so small would be one bucket
 
 
-def test_shards_of_many_ranks_do_not_make_more_nodes_of_every_layer():
-    few, many = (scheduled(traced_step("qwen3_moe", {"fsdp": size, "ep": 4})) for size in (16, 32))
-    for one, other in zip(few, many, strict=True):
-        assert len(other.nodes) < 1.05 * len(one.nodes)
+def test_a_weight_takes_a_few_nodes_however_many_ranks_hold_it():
+    """Rows that do not divide take some views more. A node for each shard would be four times as many in all."""
+    few, many = (traced_step("qwen3_moe", {"fsdp": size, "ep": 4}) for size in (16, 256))
+    assert len(many.forward.graph.nodes) < 1.3 * len(few.forward.graph.nodes)
+    assert len(many.backward.graph.nodes) < 1.3 * len(few.backward.graph.nodes)
 
 
 def test_disabled_passes_do_not_run():

@@ -98,6 +98,12 @@ def test_layouts_that_were_not_traced_cost_what_their_own_trace_says(four: Searc
     assert found.peak == pytest.approx(memory(traced).peak, rel=0.1)
 
 
+def test_two_processes_find_what_one_finds() -> None:
+    """Without traces, as nothing fits: 8 pairs, and those with fsdp."""
+    arguments = {"batch_size": 8, "seq_len": 32, "rates": RATES}
+    assert search(build(EXPERTS), 8, 1, **arguments, workers=2) == find(EXPERTS, 8, 1)
+
+
 def test_sizes_that_are_not_legal_name_the_axis_and_what_would_be(four: SearchResult) -> None:
     assert [entry.where for entry in four.illegal] == ["tp=4"]
     assert "does not divide the 2 heads" in four.illegal[0].reason

@@ -11,7 +11,7 @@ from torch import fx
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from ndcompile.inspection.kernels import is_collective
+from ndcompile.inspection.kernels import Kernels, is_collective, kernels
 from ndcompile.inspection.links import Group, collective_seconds, groups_of
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.rates import PRESETS
@@ -101,6 +101,14 @@ def test_communication_that_overlaps_is_not_exposed() -> None:
 def test_communication_that_is_waited_for_at_once_is_exposed() -> None:
     result = estimate(overlapping(between=0), empty(), TP, RATES)
     assert value(result, "exposed share") == pytest.approx(1.0)
+
+
+def test_kernels_that_are_known_are_not_timed_again() -> None:
+    graphs = overlapping(between=2), empty()
+    known = Kernels({}, {}), Kernels({}, {})
+    assert value(estimate(*graphs, TP, RATES, costs=known), "computation") == 0
+    timed = kernels(graphs[0], RATES), kernels(graphs[1], RATES)
+    assert estimate(*graphs, TP, RATES, costs=timed) == estimate(*graphs, TP, RATES)
 
 
 def test_the_part_that_outlasts_the_kernels_is_exposed() -> None:

@@ -1,5 +1,6 @@
 """The pass on small graphs: what moves beside an exchange of tokens, how far, and what the host reads meanwhile."""
 
+import time
 from contextlib import nullcontext
 
 import torch
@@ -7,7 +8,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from ndcompile.collective_chains import collectives
-from ndcompile.exchanges import ALL_TO_ALL
+from ndcompile.exchanges import ALL_TO_ALL, waited_for
 from ndcompile.host_reads import end_host_read, start_host_read
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 from ndcompile.routing_checks import CHECKED_SPLITS
@@ -221,3 +222,13 @@ def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     x.zero_()
     host.zero_()
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_products_that_wait_for_each_other_are_found_in_one_walk():
+    g = Graph()
+    products = [g.product("first", g.input("x"))]
+    for number in range(600):
+        products.append(g.product(f"next_{number}", products[-1]))
+    begin = time.perf_counter()
+    assert waited_for(products, g.graph.nodes) == set(products[:-1])
+    assert time.perf_counter() - begin < 2  # a walk for each pair takes minutes

@@ -18,17 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from ndcompile.inspection.kernels import is_wait
 from ndcompile.inspection.layers import LayerStack
 from ndcompile.inspection.trace import Traced, module_of
-from ndcompile.saved_activations import is_view
-
-FEW = 8
-"""Parts of a value up to which each is a node. A weight that is put together from shards on many ranks would be as many
-nodes in every layer; here it is a join of the gathered value alone, which moves the same bytes."""
 
 Copy = tuple[fx.Node, int]
 """A node, and the number of its copy in the order in which they run; 0 for nodes that are there once."""
@@ -77,8 +70,6 @@ class _Copies:
     def graph(self) -> fx.Graph:
         self.unit_of = {node: unit for node in self.old.nodes if (unit := self._unit(node))}
         self.alike = self._correspondence()
-        self.whole = _put_together(self.old)
-        self.parts = _only_parts(self.old, self.whole)
         for node in self.old.find_nodes(op="placeholder"):
             for copy in self._numbers(node):
                 self._make((node, copy))
@@ -100,7 +91,7 @@ class _Copies:
         run: list[fx.Node] = []
         between: list[fx.Node] = []
         for node in self.old.nodes:
-            if node.op in ("placeholder", "output") or node in self.parts:
+            if node.op in ("placeholder", "output"):
                 continue
             unit = self.unit_of.get(node)
             if not behind.isdisjoint(node.all_input_nodes) or unit is not None:
@@ -134,26 +125,18 @@ class _Copies:
         opened: set[Copy] = set()
         while waiting:
             node, copy = waiting[-1]
-            missing = [s for each in self._inputs(node) if (s := self._source(node, copy, each)) not in self.made]
+            missing = [s for each in node.all_input_nodes if (s := self._source(node, copy, each)) not in self.made]
             assert not missing or (node, copy) not in opened, f"copy {copy} of {node} reads what reads it: {missing}"
             opened.add((node, copy))
             waiting += reversed(missing)
             if not missing:
                 self._make(waiting.pop())
 
-    def _inputs(self, node: fx.Node) -> list[fx.Node]:
-        return [self.whole[node]] if node in self.whole else node.all_input_nodes
-
     def _make(self, wanted: Copy) -> None:
         if wanted in self.made:
             return
         node, copy = wanted
-        if node in self.whole:
-            source = self.made[self._source(node, copy, self.whole[node])]
-            made = self.new.call_function(torch.ops.aten.cat.default, ([source], *node.args[1:]))
-            made.meta = dict(node.meta)
-        else:
-            made = self.new.node_copy(node, lambda each: self.made[self._source(node, copy, each)])
+        made = self.new.node_copy(node, lambda each: self.made[self._source(node, copy, each)])
         custom = dict(node.meta.get("custom") or {})
         if (layer := self.stack.index(custom.get("module", ""))) is not None:
             if copy:
@@ -180,7 +163,7 @@ class _Copies:
             found = self.alike.get(read)
             return found if found is not None and self.unit_of[found] is self.unit_of[reader] else None
         other = self.alike.get(reader)
-        inputs = self._inputs(reader)
+        inputs = reader.all_input_nodes
         if other is None or read not in inputs or len(other.all_input_nodes) != len(inputs):
             return None
         there = other.all_input_nodes[inputs.index(read)]
@@ -204,38 +187,6 @@ class _Copies:
                 inside = module_of(node).removeprefix(f"{self.stack.path}.{layer}")
                 nodes[layer - first, inside, node.target, _type(node.meta.get("val"))].append(node)
         return nodes
-
-
-def _put_together(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Joins of more than FEW parts of one value -> that value."""
-    found: dict[fx.Node, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
-        if len(node.all_input_nodes) > FEW:
-            sources = {_viewed(part) for part in node.all_input_nodes}
-            found |= {node: sources.pop()} if len(sources) == 1 else {}
-    return found
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether a node is a view, or a view with padding."""
-    seen = is_view(node) and not is_wait(node) and len(node.all_input_nodes) == 1
-    return seen or node.target is torch.ops.aten.constant_pad_nd.default
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    while _is_part(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _only_parts(graph: fx.Graph, whole: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Views that nothing reads but the joins of `whole`."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        views = node.op == "call_function" and node.users and node not in whole and _is_part(node)
-        if views and all(user in whole or user in found for user in node.users):
-            found.add(node)
-    return found
 
 
 def _type(value: Any) -> object:

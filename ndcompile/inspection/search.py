@@ -12,8 +12,11 @@ that do not divide evenly is counted in bytes held, not in time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -21,18 +24,25 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.inspection.kernels import Size, filled_rows
+from ndcompile.inspection.kernels import Kernels, Size, filled_rows, kernels
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
+from ndcompile.inspection.legal_layouts import legal_layouts
 from ndcompile.inspection.memory import MOMENTS, memory, stored_bytes
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.scheduled import scheduled
-from ndcompile.inspection.search_result import Candidate, Illegal, Layout, SearchResult, Unfit
+from ndcompile.inspection.search_result import Candidate, Layout, SearchResult, Unfit
 from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.loader.rank_reads import spell_bytes
 from ndcompile.mesh import Axis
 from ndcompile.shadow import copy_without_weights
 from ndcompile.sharding_plan import ShardingPlan, build_plan
+
+FEW = 4
+"""Families for which a further process pays: it takes seconds to start."""
+
+_Priced = tuple[list[Candidate], list[Unfit]]
+"""Of a family, the layouts that fit and the others."""
 
 
 def search(
@@ -44,11 +54,13 @@ def search(
     seq_len: int,
     rates: Rates,
     stage: Callable[[str], None] = lambda text: None,
+    workers: int = 1,
 ) -> SearchResult:
     """All layouts of `world` ranks for training `model` with AdamW, best first, and why others are not among them.
 
     memory_bytes: of one rank. batch_size: sequences of `seq_len` tokens of a whole step, over all ranks, so that every
-    layout does the same work. stage: told what is under way; a trace takes seconds.
+    layout does the same work. stage: told what was done; a trace takes seconds. workers: processes that trace, of
+    some 0.7 GB each. More than one import the caller's main module, so a script needs `if __name__ == "__main__"`.
 
     Raises ValueError for sizes below 1, and what `trace` and `estimate` raise.
     """
@@ -56,24 +68,15 @@ def search(
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
     part = _Part.of(model)
-    families, illegal = _legal(part, world, batch_size)
+    families, illegal = legal_layouts(world, batch_size, part.refusal, part.has_experts)
+    priced = partial(_priced, part, memory_bytes, batch_size, seq_len, rates)
     fitting: list[Candidate] = []
     unfit: list[Unfit] = []
-    for layouts in families:
-        states = {layout: part.states(layout) for layout in layouts}
-        if min(states.values()) > memory_bytes:
-            unfit += [Unfit(layout, size, None) for layout, size in states.items()]
-            continue
-        traced = _representative(layouts)
-        stage(f"tracing a step on {traced}")
-        replicas = min(2, max(layout.dp_replicate for layout in layouts))
-        step = _Step.of(part, traced, replicas, batch_size, seq_len, rates)
-        for layout, size in states.items():
-            peak = step.peak(layout) if size <= memory_bytes else None
-            if peak is None or peak > memory_bytes:
-                unfit.append(Unfit(layout, size, peak))
-            else:
-                fitting.append(step.candidate(layout, size, peak, batch_size * seq_len / world))
+    for family, (fit, others) in _each(priced, families, min(workers, len(families) // FEW)):
+        if fit or any(other.peak is not None for other in others):
+            stage(f"traced a step on {_representative(family)}")
+        fitting += fit
+        unfit += others
     fitting.sort(key=lambda found: (found.step, found.peak, found.layout))
     unfit.sort(key=lambda other: (other.peak is None, other.needed, other.layout))
     name, found = type(model).__name__, (tuple(fitting), tuple(unfit), tuple(illegal))
@@ -81,76 +84,47 @@ def search(
     return result if fitting else dataclasses.replace(result, advice=_advice(part, result))
 
 
-def _legal(part: _Part, world: int, batch_size: int) -> tuple[list[list[Layout]], list[Illegal]]:
-    """Layouts that the model can have on `world` ranks, by family, and the sizes that it cannot have."""
-    families: list[list[Layout]] = []
-    illegal: dict[str, str] = {}
-    for tp in _divisors(world):
-        ranks = world // tp
-        if reason := part.refusal(Layout(1, ranks, tp)):
-            illegal[f"tp={tp}"] = reason
-            continue
-        if batch_size % ranks:
-            illegal[f"tp={tp}"] = (
-                f"A batch of {batch_size} sequences does not divide over {ranks} data ranks (dp_replicate x fsdp). "
-                f"Legal with tp={tp}: multiples of {ranks}."
-            )
-            continue
-        families += _families(world, tp, 1)
-        illegal |= _no_multiples(world, tp) if part.has_experts else {}
-        for ep in (tp * rest for rest in _divisors(ranks) if tp * rest > 1 and part.has_experts):
-            if reason := part.refusal(Layout(1, ranks, tp, ep)):
-                illegal.setdefault(f"ep={ep}", reason)
-            else:
-                families += _families(world, tp, ep)
-                illegal |= _too_few_data_ranks(world, tp, ep)
-    return families, [Illegal(where, reason) for where, reason in illegal.items()]
+def _each(
+    priced: Callable[[list[Layout]], _Priced], families: Sequence[list[Layout]], workers: int
+) -> Iterator[tuple[list[Layout], _Priced]]:
+    """Every family with its layouts, as soon as they are there."""
+    if workers <= 1:
+        yield from ((family, priced(family)) for family in families)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))  # torch's threads do not survive a fork
+    try:
+        pending = {pool.submit(priced, family): family for family in families}
+        for future in as_completed(pending):
+            yield pending[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _no_multiples(world: int, tp: int) -> dict[str, str]:
-    """The numbers of expert shards that do not go with `tp`, and why."""
-    sizes = [ep for ep in _divisors(world) if ep > 1]
-    if not (left_out := [ep for ep in sizes if ep % tp]):
-        return {}
-    legal = [ep for ep in sizes if ep % tp == 0]
-    return {
-        f"tp={tp}, ep={_listed(left_out)}": f"ep counts expert shards, of which the {tp} ranks of a tp group "
-        f"hold as many each: it must be a multiple of tp={tp}. Multiples on {world} ranks: {legal}."
-    }
-
-
-def _too_few_data_ranks(world: int, tp: int, ep: int) -> dict[str, str]:
-    """The sizes of fsdp that do not go with `tp` and `ep`, and why."""
-    sizes, rest = _divisors(world // tp), ep // tp
-    if not (left_out := [fsdp for fsdp in sizes if fsdp % rest]):
-        return {}
-    legal = [fsdp for fsdp in sizes if fsdp % rest == 0]
-    return {
-        f"tp={tp}, ep={ep}, fsdp={_listed(left_out)}": f"The {ep} expert shards lie on tp x fsdp ranks: fsdp must "
-        f"be a multiple of ep / tp = {rest}. Legal fsdp sizes with tp={tp}, ep={ep}: {legal}."
-    }
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
-
-
-def _families(world: int, tp: int, ep: int) -> list[list[Layout]]:
-    """The layouts of a pair whose steps are one program: without fsdp, and with it, which grows."""
-    ranks, rest = world // tp, max(ep // tp, 1)
-    layouts = [Layout(ranks // fsdp, fsdp, tp, ep) for fsdp in _divisors(ranks) if fsdp % rest == 0]
-    families = [layout for layout in layouts if layout.fsdp == 1], [layout for layout in layouts if layout.fsdp > 1]
-    return [family for family in families if family]
+def _priced(
+    part: _Part, memory_bytes: int, batch_size: int, seq_len: int, rates: Rates, layouts: Sequence[Layout]
+) -> _Priced:
+    """The layouts of a family: what those that fit cost, and what the others need."""
+    states = {layout: part.states(layout) for layout in layouts}
+    if min(states.values()) > memory_bytes:
+        return [], [Unfit(layout, size, None) for layout, size in states.items()]
+    replicas = min(2, max(layout.dp_replicate for layout in layouts))
+    step = _Step.of(part, _representative(layouts), replicas, batch_size, seq_len, rates)
+    tokens = batch_size * seq_len / (layouts[0].data_ranks * layouts[0].tp)
+    fit: list[Candidate] = []
+    others: list[Unfit] = []
+    for layout, size in states.items():
+        peak = step.peak(layout) if size <= memory_bytes else None
+        if peak is None or peak > memory_bytes:
+            others.append(Unfit(layout, size, peak))
+        else:
+            fit.append(step.candidate(layout, size, peak, tokens))
+    return fit, others
 
 
 def _representative(layouts: Sequence[Layout]) -> Layout:
     """The layout to trace: as few shards as make it gather dense weights and experts. Many make long graphs, as every
     shard that is put in place, or is uneven, has nodes of its own."""
     return next((layout for layout in layouts if layout.fsdp * layout.tp > layout.ep), layouts[-1])
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 @dataclass(frozen=True)
@@ -202,17 +176,17 @@ class _Part:
 class _Step:
     """A step traced on a layout with few replicas, which stands for the layouts of its family.
 
-    graphs: forward and backward of all layers, as they run.
+    graphs: forward and backward of all layers, as they run. costs: of their kernels, the same on every layout.
     """
 
     part: _Part
     traced: Traced
     graphs: tuple[fx.Graph, fx.Graph]
     layout: Layout
+    costs: tuple[Kernels, Kernels]
     traced_peak: int
     rates: Rates
     size: Size
-    filled: Mapping[str, float]
 
     @classmethod
     def of(cls, part: _Part, layout: Layout, replicas: int, batch_size: int, seq_len: int, rates: Rates) -> _Step:
@@ -221,7 +195,9 @@ class _Step:
         top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
         filled = filled_rows(traced.plan.experts, top_k)
         size = _remembering(traced.size)
-        return cls(part, traced, scheduled(traced), layout, memory(traced).peak, rates, size, filled)
+        forward, backward = scheduled(traced)
+        costs = kernels(forward, rates, size, filled), kernels(backward, rates, size, filled)
+        return cls(part, traced, (forward, backward), layout, costs, memory(traced).peak, rates, size)
 
     def peak(self, layout: Layout) -> int:
         """Bytes at the peak: of the traced layout, with this one's parameters, gradients and moments."""
@@ -235,7 +211,7 @@ class _Step:
             self.rates,
             optimizer_bytes=ADAMW_PASSES * self.part.stored(layout)[1],
             size=self.size,
-            filled=self.filled,
+            costs=self.costs,
         )
         exposed = next(figure.value for figure in result.time if figure.name == "exposed share")
         return Candidate(layout, result.step, tokens / result.step, exposed, states, peak)

@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
     parser.add_argument("--all", action="store_true", help="list all layouts that fit, not the fastest alone")
     parser.add_argument("--json", metavar="FILE", help="write what was found as JSON")
+    parser.add_argument("--workers", type=number, default=2, metavar="N", help="processes that trace, 0.7 GB each (2)")
     parser.set_defaults(run=run)
 
 
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             seq_len=options.seq,
             rates=rates,
             stage=stage,
+            workers=options.workers,
         )
     if options.json:
         write_search(result, options.json)

@@ -66,20 +66,20 @@ def estimate(
     optimizer_bytes: int = 0,
     size: Size = int,
     filled: Mapping[str, float] | None = None,
+    costs: tuple[Kernels, Kernels] | None = None,
 ) -> TimeEstimate:
     """Estimate a training step from its graphs, of all layers and in the order in which they run (see `scheduled`).
 
     axes: of the storage mesh. optimizer_bytes: that an optimizer step reads and writes, see ADAMW_PASSES. size: a
-    symbolic size as a number. filled: see `kernels.filled_rows`.
+    symbolic size as a number. filled: see `kernels.filled_rows`. costs: what `kernels` makes of the two graphs, where
+    that is known; axes have no part in it.
 
     Raises ValueError for a dtype without a rate, and for a collective without a formula.
     """
     groups = groups_of(axes, rates.ranks_a_node)
     tasks: list[Task] = []
-    parts: list[Kernels] = []
-    for phase, graph in (("forward", forward), ("backward", backward)):
-        cost = kernels(graph, rates, size, filled)
-        parts.append(cost)
+    parts = costs or (kernels(forward, rates, size, filled), kernels(backward, rates, size, filled))
+    for phase, graph, cost in (("forward", forward, parts[0]), ("backward", backward, parts[1])):
         tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size), groups, len(tasks))
     tasks.append(Task("optimizer", "", "optimizer", optimizer_bytes / (rates.memory_bandwidth * rates.memory_fraction)))
     path = _critical_path(tasks)
