@@ -27,6 +27,7 @@ from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
 from ndcompile.proof.check import Prover
 from ndcompile.proof.made import run_marked
+from ndcompile.repeated_options import check_repeated
 from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
@@ -57,7 +58,7 @@ def backend(
             f"The compiled function calls {len(owners)} prepared models. Compile each of them by itself."
         )
     prepared = owners[0]
-    prepared.check_options(options or {})
+    check_repeated(options or {}, prepared.options)
     return prepared.compile(gm)
 
 
@@ -72,17 +73,6 @@ class Prepared:
         self.statistics_checked = False
         self.shadow = Shadow(compiled.model, compiled.plan, compiled.mesh)
         self.stand_ins = StandIns(self.shadow, compiled.model, self)
-
-    def check_options(self, given: Mapping[str, Any]) -> None:
-        """Raises NdcompileError unless `given` is part of what the model was prepared with."""
-        for name, value in given.items():
-            if name not in self.options:
-                raise NdcompileError(f"options[{name!r}] is unknown. ndcompile.prepare takes {sorted(self.options)}.")
-            if value != self.options[name]:
-                raise NdcompileError(
-                    f"options[{name!r}] of torch.compile is {value!r}, but the model was prepared with "
-                    f"{self.options[name]!r}. Pass the same, or leave it out: the preparation decides."
-                )
 
     def follow(self) -> None:
         """Bring shadow and stand-ins to the state of the model; runs when Dynamo traces, outside of the graph."""
