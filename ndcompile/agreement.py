@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others: longer than a compile."""
+GRACE = timedelta(seconds=10)
+"""How long a rank that refused a call waits for the others to refuse it too, at most half of what they wait for it."""
 
 
 class Agreement:
@@ -42,7 +44,8 @@ class Agreement:
         self.alone = self.world == 1 or mesh.backend == "fake"
         self.timeout = timeout
         self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
-        self.captures = 0
+        self.captures = self.refusals = 0
+        self.left = False
 
     def exchange(self, key: str, value: Any, timeout: timedelta | None = None) -> list[Any]:
         """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come.
@@ -103,8 +106,37 @@ class Agreement:
         """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
         if not self.alone:
             self._store.set("gave up", reason)
-            leave_groups(self.mesh)
+            self.leave()
         raise error
+
+    def leave(self) -> None:
+        """Leave the groups, if this rank has not yet: whoever waits for it fails."""
+        if not (self.alone or self.left):
+            self.left = True
+            leave_groups(self.mesh)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise `error`, for which this rank does not make a call; see `refused`."""
+        self.refused(f"{type(error).__name__}: {error}")
+        raise error
+
+    def refused(self, what: str) -> None:
+        """This rank does not make a call. Where no rank does, all may go on; else the others wait for this one, here or
+        in a collective, as ranks with a graph do not talk before a call: give up, but for the error."""
+        if self.alone or self.left:
+            return
+        self.refusals += 1
+        keys = [f"refused{self.refusals}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], "")
+        deadline = time.monotonic() + min(GRACE, self.timeout / 2).total_seconds()
+        while not self._store.check(keys):
+            if self.peer_gave_up() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            if self.peer_gave_up() is None:
+                self._store.set("gave up", f"rank {self.rank}: {what}")
+            self.leave()
+            return
 
     def same(self, key: str, value: Sequence[str], what: str) -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.

@@ -90,7 +90,10 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.replay is not None and not args and (inputs := self.replay.again(kwargs)) is not None:
             return self._returned(self.replay.program, self._run(self.replay.program, inputs), self.replay.cache)
-        call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
+        try:
+            call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
+        except Exception as error:  # the others may have bound theirs, such as a batch that is not empty
+            self.agreement.refuse(error)
         self.store.current()
         if call.cache is not None and call.cache.static:
             call = replace(call, cache=self._with_memory(call, call.cache))
@@ -153,6 +156,7 @@ class CompiledModel:
             self.agreement.give_up(f"rank {dist.get_rank()}: {error}", error)
         except RuntimeError as error:  # a lost connection, if a rank gave up
             if (reason := self.agreement.peer_gave_up()) is not None:
+                self.agreement.leave()  # for ranks that have no group with the one that gave up
                 raise AgreementError(f"A rank left: {reason}") from error
             if (message := failed_check(program.captured.module.graph, error)) is not None:
                 raise RuntimeError(message) from error

@@ -102,7 +102,7 @@ def compile(
         memory_budget=memory_budget,
         async_tp=async_tp,
     )
-    compiled, weights = _shard(model, mesh, distributed_config, checkpoint, options)
+    compiled, weights, _ = _shard(model, mesh, distributed_config, checkpoint, options)
     compiled.bind()
     model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel) and hasattr(model, "generate"):
@@ -132,7 +132,6 @@ def prepare(
     Called without torch.compile, or compiled by another backend, the model raises. Raises what `compile` raises.
     """
     given = {
-        "mesh": mesh,
         "distributed_config": distributed_config,
         "checkpoint": checkpoint,
         "lowering": lowering,
@@ -148,8 +147,8 @@ def prepare(
         verify=verify,
         memory_budget=memory_budget,
     )
-    compiled, weights = _shard(model, mesh, distributed_config, checkpoint, options)
-    compiled.bind(traced_forward(Prepared(compiled, given)))
+    compiled, weights, mesh = _shard(model, mesh, distributed_config, checkpoint, options)
+    compiled.bind(traced_forward(Prepared(compiled, given | {"mesh": mesh})))
     _fill(compiled, checkpoint, weights)
     return model
 
@@ -160,8 +159,9 @@ def _shard(
     distributed_config: DistributedConfig | dict | None,
     checkpoint: str | os.PathLike[str] | None,
     options: Options,
-) -> tuple[CompiledModel, dict[str, Tensor]]:
-    """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights."""
+) -> tuple[CompiledModel, dict[str, Tensor], DeviceMesh]:
+    """Check everything, plan, and agree with the other ranks; the model is as it was. Also returns its real weights,
+    and the mesh, which the config may have made."""
     check_model(model)
     check_optimizers(model)
     config, tp_is_guess = read_config(model, distributed_config)
@@ -178,7 +178,7 @@ def _shard(
     plan = repaired_plan(model, sizes, config, expert_capacity=options.expert_capacity, verify=options.verify)
     compiled = CompiledModel(model, storage_mesh(mesh, ep), plan, options)
     agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
-    return compiled, weights
+    return compiled, weights, mesh
 
 
 def _fill(compiled: CompiledModel, checkpoint: str | os.PathLike[str] | None, weights: dict[str, Tensor]) -> None:

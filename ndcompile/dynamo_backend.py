@@ -27,6 +27,7 @@ from ndcompile.passes.reduce_statistics import reduce_statistics
 from ndcompile.progress import stages
 from ndcompile.proof.check import Prover
 from ndcompile.proof.made import run_marked
+from ndcompile.repeated_options import check_repeated
 from ndcompile.shadow import Shadow
 from ndcompile.signature import model_state
 from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
@@ -57,7 +58,10 @@ def backend(
             f"The compiled function calls {len(owners)} prepared models. Compile each of them by itself."
         )
     prepared = owners[0]
-    prepared.check_options(options or {})
+    try:
+        check_repeated(options or {}, prepared.options)
+    except NdcompileError as error:  # the others may have been given options that agree
+        prepared.compiled.agreement.refuse(error)
     return prepared.compile(gm)
 
 
@@ -72,17 +76,6 @@ class Prepared:
         self.statistics_checked = False
         self.shadow = Shadow(compiled.model, compiled.plan, compiled.mesh)
         self.stand_ins = StandIns(self.shadow, compiled.model, self)
-
-    def check_options(self, given: Mapping[str, Any]) -> None:
-        """Raises NdcompileError unless `given` is part of what the model was prepared with."""
-        for name, value in given.items():
-            if name not in self.options:
-                raise NdcompileError(f"options[{name!r}] is unknown. ndcompile.prepare takes {sorted(self.options)}.")
-            if value != self.options[name]:
-                raise NdcompileError(
-                    f"options[{name!r}] of torch.compile is {value!r}, but the model was prepared with "
-                    f"{self.options[name]!r}. Pass the same, or leave it out: the preparation decides."
-                )
 
     def follow(self) -> None:
         """Bring shadow and stand-ins to the state of the model; runs when Dynamo traces, outside of the graph."""
@@ -170,6 +163,11 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
         """flags: Dynamo guards the constants that it passes, so a change of these compiles again."""
         prepared.follow()
 
+    @torch.compiler.assume_constant_result
+    def refused() -> None:
+        """Tells the other ranks when Dynamo traces an empty input, which no graph that it has takes."""
+        prepared.compiled.agreement.refused(EMPTY)
+
     @functools.wraps(type(model).forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -177,7 +175,11 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
         if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHE_NAMES):
             raise UnsupportedError(CACHE)
         follow(tuple((module.training, getattr(module, "gradient_checkpointing", False)) for module in modules))
-        args, kwargs = tuple(map(_checked, args)), {name: _checked(value) for name, value in kwargs.items()}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and not value.numel():
+                refused()
+                raise ValueError(f"{EMPTY}: there is no step to compute. Shape: {tuple(value.shape)}.")
+        args, kwargs = tuple(map(_marked, args)), {name: _marked(value) for name, value in kwargs.items()}
         with patch_dynamo_config(capture_scalar_outputs=True):  # the numbers of rows that ranks exchange
             return shadow.module(*args, **kwargs)
 
@@ -191,15 +193,14 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
     return traced
 
 
-def _checked(value: Any) -> Any:
+def _marked(value: Any) -> Any:
     """An argument as the graph goes on with it: no other backend can run past `needs_backend`."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.is_floating_point():
         return value
-    if not value.numel():
-        raise ValueError(f"Empty input of shape {tuple(value.shape)}: there is no step to compute.")
-    return value if value.is_floating_point() else torch.ops.ndcompile.needs_backend.default(value)
+    return torch.ops.ndcompile.needs_backend.default(value)
 
 
+EMPTY = "Empty input"
 PREPARED = (
     'prepared for torch.compile. Call it through torch.compile(model, backend="ndcompile"); or use ndcompile.compile '
     "instead of ndcompile.prepare."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,20 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from golden_text import golden_torch, same
 from transformers import GPT2Config
 from transformers.distributed import DistributedConfig
 
 import ndcompile
 from ndcompile.cli import main
 
-GOLDEN = Path(__file__).parent / "golden" / "plan"
 ZOO = Path(__file__).parent / "zoo_configs"
 LARGE = Path(__file__).parent / "plan_configs"
-GOLDEN_TORCH = "2.13"
+
+
+@functools.cache
+def _on_fsdp8():
+    return ndcompile.plan(models.on_meta("llama", num_hidden_layers=4), {"fsdp_size": 8}, seq_len=64)
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +33,39 @@ def plan():
     return ndcompile.plan(models.on_meta("llama", num_hidden_layers=4), {"fsdp_size": 4, "tp_size": 2}, seq_len=64)
 
 
-def _same(text: str, name: str) -> None:
-    """Compare with a golden file; UPDATE_GOLDEN=1 writes it anew."""
-    golden = GOLDEN / name
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text(text)
-    lines = (golden.read_text().splitlines(), text.splitlines())
-    assert text == golden.read_text(), "\n".join(difflib.unified_diff(*lines, n=1, lineterm=""))
-
-
-@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+@golden_torch
 def test_golden_parameters_and_boundaries_of_show(plan):
     text = str(plan)
-    _same("\n".join(line.rstrip() for line in text.partition("Collectives")[0].splitlines()) + "\n", "llama_show.txt")
+    same("\n".join(line.rstrip() for line in text.partition("Collectives")[0].splitlines()) + "\n", "llama_show.txt")
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+@golden_torch
 def test_golden_explain(plan):
-    _same(plan.explain("model.layers.3.self_attn.o_proj"), "llama_explain.txt")
+    same(plan.explain("model.layers.3.self_attn.o_proj"), "llama_explain.txt")
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+@golden_torch
 def test_golden_diff_of_a_pass(plan):
-    _same(plan.diff_pass("unshard_parameters"), "llama_unshard_parameters.txt")
+    same(plan.diff_pass("unshard_parameters"), "llama_unshard_parameters.txt")
+
+
+@golden_torch
+def test_golden_diff(plan):
+    same(plan.diff(_on_fsdp8()), "llama_diff.txt")
+
+
+def test_the_command_prints_the_diff_to_a_plan_that_was_written(plan, tmp_path, capsys):
+    _on_fsdp8().to_json(tmp_path / "other.json")
+    model = models.on_meta("llama", num_hidden_layers=4)
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path)
+    command = ["plan", str(tmp_path), "--fsdp", "4", "--tp", "2", "--seq", "64"]
+    assert main([*command, "--diff", str(tmp_path / "other.json")]) == 0
+    assert capsys.readouterr().out == _on_fsdp8().diff(plan) + "\n"
+
+
+def test_a_diff_fits_100_columns(plan):
+    assert max(map(len, plan.diff(_on_fsdp8()).splitlines())) <= 100
 
 
 def test_a_pass_of_another_name_lists_the_known_ones(plan):
@@ -191,8 +203,7 @@ def test_diff_of_a_plan_with_itself_is_empty(plan):
 
 
 def test_diff_shows_both_sides_of_what_differs(plan):
-    other = ndcompile.plan(models.on_meta("llama", num_hidden_layers=4), {"fsdp_size": 8}, seq_len=64)
-    text = plan.diff(other)
+    text = plan.diff(_on_fsdp8())
     assert "- LlamaForCausalLM on fsdp=4 x tp=2, 8 ranks" in text
     assert "+ LlamaForCausalLM on fsdp=8, 8 ranks" in text
     assert "- all_reduce over tp=2, forward, activations" in text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_text import golden_torch, same
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -204,6 +205,12 @@ def test_the_tables_stay_within_100_columns(four: SearchResult, experts: SearchR
     everything = search_table(long, every=True).splitlines()
     assert len(everything) == len(lines) + 8 - 1
     assert max(map(len, everything)) <= 100
+
+
+@golden_torch
+def test_golden_tables() -> None:
+    """Two layouts fit, the faster one first; the others need more, two of them for the states alone; one is illegal."""
+    same(str(find(LLAMA, 4, 900_000)) + "\n", "llama_search.txt")
 
 
 def test_reasons_that_differ_in_the_size_alone_are_one_line() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hub_cache import cache, empty_hub
 from loader_support import assert_holds, on_meta, targets_of, tiny_model
 
 from ndcompile.loader import CheckpointError, load_into
 from ndcompile.loader.catalog import read_catalog
 from ndcompile.loader.source import resolve_source
-
-COMMIT = "0123456789012345678901234567890123456789"
 
 
 @pytest.fixture
@@ -21,24 +20,7 @@ def llama():
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty cache of a machine without network."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
-def cache(hub, model, **options):
-    """Put `model` into the cache as huggingface_hub does: snapshots that link to blobs."""
-    repository = hub / "models--org--tiny"
-    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
-    model.save_pretrained(snapshot, **options)
-    blobs.mkdir()
-    for number, file in enumerate(sorted(snapshot.iterdir())):
-        file.rename(blobs / str(number))
-        file.symlink_to(blobs / str(number))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
-    return snapshot
+    return empty_hub(tmp_path, monkeypatch)
 
 
 def test_a_hub_id_is_loaded_from_the_cache(hub, llama):

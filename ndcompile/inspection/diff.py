@@ -1,13 +1,17 @@
-"""What differs between two reports, as lines."""
+"""What differs between two reports, as lines, readable at 100 columns."""
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ndcompile.inspection.report import BoundaryRow, Figure, Report
 from ndcompile.inspection.show import spell_bytes_of, spell_count, spell_mesh, spell_seconds
 from ndcompile.loader.rank_reads import spell_bytes
+
+WIDTH = 100
 
 
 def diff(old: Report, new: Report) -> str:
@@ -22,7 +26,7 @@ def diff(old: Report, new: Report) -> str:
         "time": _figures(old.time, new.time, spell_seconds),
     }
     found = {title: list(lines) for title, lines in parts.items()}
-    return "".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in found.items() if lines)
+    return "".join(f"{title}\n{''.join(map(_wrapped, lines))}" for title, lines in found.items() if lines)
 
 
 def diff_pass(report: Report, name: str) -> str:
@@ -45,6 +49,16 @@ def _head(report: Report) -> str:
     )
 
 
+def _wrapped(line: str) -> str:
+    """A line of a part; what does not fit stands below it, further in. It is cut behind commas alone."""
+    glued = line.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    cut = textwrap.fill(glued, WIDTH, **_INDENT, break_long_words=False, break_on_hyphens=False)
+    return cut.replace("\N{NO-BREAK SPACE}", " ") + "\n"
+
+
+_INDENT: Any = {"initial_indent": "  ", "subsequent_indent": 8 * " "}
+
+
 def _parameters(report: Report) -> dict[Any, str]:
     return {
         (
@@ -61,10 +75,14 @@ def _places(placements: Any) -> str:
 
 
 def _boundaries(report: Report) -> dict[Any, str]:
-    return {
-        (row.module, row.axis, row.source, row.destination, number): _boundary(row)
-        for number, row in enumerate(report.boundaries)
-    }
+    """Rows that begin alike are told apart by how many came before."""
+    seen: Counter[Any] = Counter()
+    rows = {}
+    for row in report.boundaries:
+        place = row.module, row.axis, row.source, row.destination
+        rows[*place, seen[place]] = _boundary(row)
+        seen[place] += 1
+    return rows
 
 
 def _boundary(row: BoundaryRow) -> str:

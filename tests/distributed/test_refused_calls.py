@@ -1,0 +1,98 @@
+"""A call refused on one rank ends on all of them, soon and with its reason; refused on all, training goes on."""
+
+import datetime
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from workers import FSDP2_TP2
+
+import ndcompile
+
+ONE = {"num_hidden_layers": 1}
+FSDP2 = (("fsdp", 2),)
+LAST = 1
+"""The rank that has nothing left."""
+PATIENCE = datetime.timedelta(seconds=6)
+"""The one that refuses gives up after half of it."""
+FRONT_ENDS = pytest.mark.parametrize("dynamo", [False, True])
+
+
+def _model(layout, dynamo):
+    model = workers.compiled("llama", layout, None, ONE, dynamo=dynamo)
+    ndcompile.init_weights(model, 0)
+    return model
+
+
+def _step(model, batch):
+    ids = models.token_ids(batch, 8)[:batch] if batch else torch.zeros(0, 8, dtype=torch.int64)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
+def _empty_on_one(layout, dynamo, before):
+    model = _model(layout, dynamo)
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    for _ in range(before):
+        _step(model, 2)
+    _step(model, 0 if dist.get_rank() == LAST else 2)
+
+
+def _assert_told(world, layout, *args):
+    """All ranks end well before the time-out of collectives, and name the rank and the reason."""
+    pool = world(workers.size(layout))
+    try:
+        errors = pool.errors(_empty_on_one, layout, *args, timeout=40)
+    finally:
+        pool.stop()  # its connections are closed
+    for rank, (kind, message) in enumerate(errors):
+        assert "Empty input" in message
+        if rank != LAST:
+            assert f"rank {LAST}: " in message
+            assert "AgreementError" in kind + message
+
+
+@FRONT_ENDS
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_empty_batch_on_one_rank_ends_all(world, dynamo, before):
+    """The others wait in the agreement on a graph, or, where there is one, in its first collective."""
+    _assert_told(world, FSDP2, dynamo, before)
+
+
+def test_ranks_without_a_group_with_it_end_too(world):
+    _assert_told(world, FSDP2_TP2, False, 1)
+
+
+def _empty_on_all(dynamo):
+    model = _model(FSDP2, dynamo)
+    losses = [_step(model, 2)]
+    for _ in range(2):
+        with pytest.raises(Exception, match="Empty input"):
+            _step(model, 0)
+    return [*losses, _step(model, 2)]
+
+
+@FRONT_ENDS
+def test_after_an_empty_batch_on_all_ranks_training_goes_on(world, dynamo):
+    for first, again in world(2)(_empty_on_all, dynamo):
+        assert again == first
+
+
+def _another_option_on_one():
+    model = models.build("llama", **ONE)
+    ndcompile.prepare(model, workers.mesh(FSDP2), lowering="eager")
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    options = {"lowering": "inductor"} if dist.get_rank() == LAST else {}
+    torch.compile(model, backend="ndcompile", options=options)(models.token_ids(2, 8))
+
+
+def test_options_that_disagree_on_one_rank_end_all(world):
+    pool = world(2)
+    try:
+        errors = pool.errors(_another_option_on_one, timeout=40)
+    finally:
+        pool.stop()
+    assert all("options['lowering'] of torch.compile is 'inductor'" in message for _, message in errors)
