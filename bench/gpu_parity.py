@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import ndcompile
-from ndcompile.layout import boxes, narrow
+from ndcompile.parameters.layout import boxes, narrow
 
 Gradients = dict[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import ndcompile
 from ndcompile.model_calls import compiled_model
-from ndcompile.storage import ParameterStore
+from ndcompile.parameters.storage import ParameterStore
 
 
 def store(layers: int) -> ParameterStore:

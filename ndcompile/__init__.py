@@ -15,6 +15,7 @@ from ndcompile.errors import (
 )
 from ndcompile.inspection.api import Plan, load_plan, plan
 from ndcompile.loader import CheckpointError
+from ndcompile.loader.planning import read_plan
 from ndcompile.mesh import init_mesh
 from ndcompile.model_calls import (
     check_every_input,
@@ -30,7 +31,6 @@ from ndcompile.model_calls import (
     save_pretrained,
     set_agreement_timeout,
 )
-from ndcompile.planning import read_plan
 
 __all__ = [
     "AgreementError",

@@ -19,10 +19,10 @@ from ndcompile.inspection.plan_command import AXES, add_axes, option
 from ndcompile.inspection.plan_command import add_parser as add_plan
 from ndcompile.inspection.search_command import add_parser as add_search
 from ndcompile.inspection.source import model_of
+from ndcompile.loader.planning import LoadingPlan, plan_loading
 from ndcompile.loader.proof import Proof
 from ndcompile.loader.rank_reads import ReadPlan, spell_bytes
 from ndcompile.loader.source import cached_snapshot, has_checkpoint
-from ndcompile.planning import LoadingPlan, plan_loading
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,21 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.async_tp import check_async_tp
 from ndcompile.checkpoint import save_method
-from ndcompile.compiled_model import CompiledModel
 from ndcompile.derive import with_derived_plan
-from ndcompile.dynamo_backend import Prepared, traced_forward
 from ndcompile.errors import MeshError
-from ndcompile.fill import fill_from
-from ndcompile.generation import generate
-from ndcompile.given_config import read_config
+from ndcompile.lowering.async_tp import check_async_tp
 from ndcompile.mesh import config_sizes, init_mesh, mesh_sizes, storage_mesh
 from ndcompile.model_calls import no_sync, save_pretrained
 from ndcompile.options import Options, checked_options
-from ndcompile.packed_repair import repaired_plan
+from ndcompile.parameters.fill import fill_from
+from ndcompile.parameters.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
+from ndcompile.plans.given_config import read_config
+from ndcompile.plans.packed_repair import repaired_plan
 from ndcompile.refusals import check_has_checkpoints, check_model, check_offload, check_optimizers
-from ndcompile.slicing import agree_before_binding, move_buffers, real_weights, slice_weights
+from ndcompile.runtime.compiled_model import CompiledModel
+from ndcompile.runtime.dynamo_backend import Prepared, traced_forward
+from ndcompile.runtime.generation import generate
 
 Model = TypeVar("Model", bound=nn.Module)
 

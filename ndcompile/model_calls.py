@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndcompile.aliases import alias_parameters
-from ndcompile.call import bind
+from ndcompile.capture.call import bind
 from ndcompile.checkpoint import SaveReport, save
-from ndcompile.compiled_model import CompiledModel
 from ndcompile.errors import NdcompileError, UnsupportedError
-from ndcompile.fill import fill_from, initialize
 from ndcompile.loader import LoadReport
-from ndcompile.partition import Partitioner
+from ndcompile.lowering.partition import Partitioner
+from ndcompile.parameters.aliases import alias_parameters
+from ndcompile.parameters.fill import fill_from, initialize
 from ndcompile.refusals import check_has_checkpoints
+from ndcompile.runtime.compiled_model import CompiledModel
 
 
 def load(

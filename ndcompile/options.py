@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ndcompile.byte_sizes import parse_bytes
-from ndcompile.lower import BACKENDS
+from ndcompile.lowering.lower import BACKENDS
 from ndcompile.pipeline import check_disabled
 from ndcompile.proof.check import check_mode
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from ndcompile.capture import Captured
-from ndcompile.pass_context import PassContext
+from ndcompile.capture.capture import Captured
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.lowering.publish import publish
+from ndcompile.lowering.schedule import SCHEDULING
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
 from ndcompile.passes.chunk_loss import chunk_loss
 from ndcompile.passes.complete_boundaries import complete_boundaries
@@ -23,9 +25,7 @@ from ndcompile.passes.unshard_parameters import unshard_parameters
 from ndcompile.proof.check import Prover
 from ndcompile.proof.made import run_marked
 from ndcompile.proof.prove import Proof
-from ndcompile.publish import publish
-from ndcompile.schedule import SCHEDULING
-from ndcompile.verifier import FACTS, Check, check_groups, verify
+from ndcompile.verify.verifier import FACTS, Check, check_groups, verify
 
 Pass = Callable[[fx.Graph, PassContext], None]
 
@@ -75,7 +75,7 @@ def run_passes(
 
     Returns what is proven of it along tp, or None where that was not asked for or is not possible.
 
-    The graph goes to torch's own channels as well, at the start and after each pass, see `ndcompile.publish`.
+    The graph goes to torch's own channels as well, at the start and after each pass, see `publish.py`.
     """
     graph = captured.module.graph
     groups = {axis.group: name for name, axis in context.mesh.axes.items()}

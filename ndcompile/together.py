@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from ndcompile.agreement import Agreement
 from ndcompile.errors import AgreementError
+from ndcompile.verify.agreement import Agreement
 
 SILENCE = timedelta(seconds=30)
 """How long a rank that began may be silent. It reports every few seconds while it works: then it is dead."""

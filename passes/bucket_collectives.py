@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import fx
 
-from ndcompile.collective_chains import REDUCTIONS, Chain, collectives, gradient_reductions, weight_gathers
+from ndcompile.graphs.collective_chains import REDUCTIONS, Chain, collectives, gradient_reductions, weight_gathers
 
 aten = torch.ops.aten
 

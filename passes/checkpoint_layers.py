@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ndcompile.pass_context import PassContext
-from ndcompile.recompute import OUTSIDE, READ_BY_THE_HOST, layer_of
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.graphs.recompute import OUTSIDE, READ_BY_THE_HOST, layer_of
 
 
 def checkpoint_layers(graph: fx.Graph, context: PassContext) -> None:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.chunked_loss import vocabulary_loss
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import redistribute
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.chunked_loss import vocabulary_loss
+from ndcompile.operators.redistribute import redistribute
 from ndcompile.torch_private import size_hint
 
 _logger = logging.getLogger("ndcompile.passes")

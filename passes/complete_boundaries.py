@@ -22,9 +22,9 @@ import logging
 import torch
 from torch import fx
 
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import redistribute
-from ndcompile.type_inference import moves_over, replicated_over_tp, varying_over_tp
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.redistribute import redistribute
+from ndcompile.verify.type_inference import moves_over, replicated_over_tp, varying_over_tp
 
 _logger = logging.getLogger("ndcompile.passes")
 

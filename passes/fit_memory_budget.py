@@ -8,7 +8,7 @@ After:   n = rms_norm(h, w)                         {..., recompute: MUST_RECOMP
          h2 = add(h, d)                             {..., recompute: MUST_SAVE}
 
 A layer is recomputed in stages: element-by-element operators, then matrix products, then attention, then collectives
-(`ndcompile.recompute`). All layers reach a stage before any goes to the next, in the order of the model: backward frees
+(`recompute.py`). All layers reach a stage before any goes to the next, in the order of the model: backward frees
 what the last layers saved before it recomputes the first ones.
 
 The tags steer the order in which backward gathers weights, so they are the same on all ranks: each rank chooses for its
@@ -20,10 +20,10 @@ from __future__ import annotations
 from torch import fx
 
 from ndcompile.errors import PlanError
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.graphs.recompute import OUTSIDE, Joint, classes, has_gradients, joint_of, tag
+from ndcompile.graphs.recompute_choice import Choice
 from ndcompile.loader.rank_reads import spell_bytes
-from ndcompile.pass_context import PassContext
-from ndcompile.recompute import OUTSIDE, Joint, classes, has_gradients, joint_of, tag
-from ndcompile.recompute_choice import Choice
 
 
 def fit_memory_budget(graph: fx.Graph, context: PassContext) -> None:

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from ndcompile.accumulation import HOLD, REDUCED, holder
-from ndcompile.graph_input import HELD, PARAMETER, GraphInput
-from ndcompile.host_copies import to_device
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import average_gradient, divide_gradient, hold_gradient, unshard
+from ndcompile.capture.graph_input import HELD, PARAMETER, GraphInput
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.host_copies import to_device
+from ndcompile.operators.redistribute import average_gradient, divide_gradient, hold_gradient, unshard
+from ndcompile.runtime.accumulation import HOLD, REDUCED, holder
 
 CHAIN = (to_device, divide_gradient, average_gradient, unshard)
 REDUCE = (average_gradient, unshard)

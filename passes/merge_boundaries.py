@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import redistribute
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.redistribute import redistribute
 
 
 def merge_boundaries(graph: fx.Graph, context: PassContext) -> None:

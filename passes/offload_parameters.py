@@ -22,11 +22,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from ndcompile.graph_input import PARAMETER
-from ndcompile.host_copies import HOST, to_device
-from ndcompile.pass_context import PassContext
+from ndcompile.capture.graph_input import PARAMETER
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.host_copies import HOST, to_device
 from ndcompile.passes.unshard_parameters import outside_no_grad
-from ndcompile.sharding_plan import FREE
+from ndcompile.plans.sharding_plan import FREE
 
 
 def offload_parameters(graph: fx.Graph, context: PassContext) -> None:

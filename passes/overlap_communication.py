@@ -26,7 +26,7 @@ from collections import deque
 
 from torch import fx
 
-from ndcompile.collective_chains import (
+from ndcompile.graphs.collective_chains import (
     WAIT,
     Chain,
     by_first_use,

@@ -35,8 +35,8 @@ import math
 
 from torch import fx
 
-from ndcompile.exchanges import GRADIENT_BYTES, Exchange, Surroundings, ancestors, dependents, waited_for
-from ndcompile.host_reads import host_reads, part_copy_from_read
+from ndcompile.graphs.exchanges import GRADIENT_BYTES, Exchange, Surroundings, ancestors, dependents, waited_for
+from ndcompile.operators.host_reads import host_reads, part_copy_from_read
 
 
 def overlap_dispatch(graph: fx.Graph) -> None:

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.collective_chains import GATHER
-from ndcompile.graph_edits import call, erase, raise_inputs
-from ndcompile.matmul_scatter import matmuls_reduce_scatter
-from ndcompile.sequence_products import (
+from ndcompile.graphs.collective_chains import GATHER
+from ndcompile.graphs.graph_edits import call, erase, raise_inputs
+from ndcompile.graphs.sequence_products import (
     CAST,
     REDUCE_SCATTER,
     RESHAPES,
@@ -44,6 +43,7 @@ from ndcompile.sequence_products import (
     is_static,
     scatters,
 )
+from ndcompile.operators.matmul_scatter import matmuls_reduce_scatter
 from ndcompile.torch_private import (
     force_stride_order,
     fused_all_gather_matmul,

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from ndcompile.errors import VerifyError
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.mesh import Axis
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import redistribute
+from ndcompile.operators.redistribute import redistribute
 
 aten = torch.ops.aten
 

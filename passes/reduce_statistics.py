@@ -1,7 +1,7 @@
 """Make statistics over a sharded dim those of all tp ranks, and refuse what else reads along one.
 
 Model code between plan modules runs on a rank's shards: a mean there is the mean of the shard, half of a fused
-projection is half of the shard. Which dims are sharded is found by a second capture, see `ndcompile.sharded_dims`.
+projection is half of the shard. Which dims are sharded is found by a second capture, see `sharded_dims.py`.
 
 Before (hidden is sharded on its last dim):
 
@@ -27,12 +27,12 @@ import torch
 from torch import fx
 
 from ndcompile.errors import VerifyError
-from ndcompile.fused_parameters import packed_values, parameters_before, parts_taken, rule_of
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.mesh import Axis
-from ndcompile.pass_context import PassContext
-from ndcompile.redistribute import redistribute
-from ndcompile.sharded_dims import SPLITS, Dims, argument, pair_nodes, reads_of_shards, sharded_dims
-from ndcompile.sharding_plan import generic
+from ndcompile.operators.redistribute import redistribute
+from ndcompile.plans.sharding_plan import generic
+from ndcompile.verify.fused_parameters import packed_values, parameters_before, parts_taken, rule_of
+from ndcompile.verify.sharded_dims import SPLITS, Dims, argument, pair_nodes, reads_of_shards, sharded_dims
 
 _logger = logging.getLogger("ndcompile.passes")
 

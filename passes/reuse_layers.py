@@ -6,7 +6,7 @@ Before:  y0 = mm(x, w0);  z0 = relu(y0);  y1 = mm(z0, w1);  z1 = relu(y1);  retu
 After:   z0 = invoke_subgraph(layer, x, w0);  z1 = invoke_subgraph(layer, z0, w1);  return z1
          layer(a, b):  return relu(mm(a, b))
 
-Layers are found by what their nodes are (operators, constants, shapes), not by names: see `ndcompile.repetition`.
+Layers are found by what their nodes are (operators, constants, shapes), not by names: see `repetition.py`.
 Inductor lowers, fuses and writes a subgraph once. Collectives stay where the schedule put them: one that is under way
 between two layers leaves one call and is waited for in the next.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ndcompile.repetition import Repetition, is_view, repetitions
+from ndcompile.graphs.repetition import Repetition, is_view, repetitions
 from ndcompile.torch_private import invoke_subgraph
 
 LEAST = 32

@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ndcompile.capture.graph_input import GraphInput
+from ndcompile.capture.opaque import is_opaque
 from ndcompile.errors import VerifyError
-from ndcompile.graph_input import GraphInput
-from ndcompile.opaque import is_opaque
-from ndcompile.pass_context import PassContext
-from ndcompile.random_ops import attention_op, dropout_op
-from ndcompile.type_inference import varying_over_tp
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.operators.random_ops import attention_op, dropout_op
+from ndcompile.verify.type_inference import varying_over_tp
 
 aten = torch.ops.aten
 

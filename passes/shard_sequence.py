@@ -27,11 +27,11 @@ import sys
 import torch
 from torch import Tensor, fx
 
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.mesh import Axis
-from ndcompile.pass_context import PassContext
+from ndcompile.operators.redistribute import redistribute, shard
 from ndcompile.passes.complete_boundaries import complete_boundaries
-from ndcompile.redistribute import redistribute, shard
-from ndcompile.type_inference import moves_over, replicated_over_tp, varying_over_tp, written_memory
+from ndcompile.verify.type_inference import moves_over, replicated_over_tp, varying_over_tp, written_memory
 
 aten = torch.ops.aten
 

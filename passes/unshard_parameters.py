@@ -23,10 +23,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from ndcompile.pass_context import PassContext
-from ndcompile.recompute import layer_of
-from ndcompile.redistribute import average_gradient, divide_gradient, unshard
-from ndcompile.sharding_plan import ParameterPlan
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.graphs.recompute import layer_of
+from ndcompile.operators.redistribute import average_gradient, divide_gradient, unshard
+from ndcompile.plans.sharding_plan import ParameterPlan
 
 
 def unshard_parameters(graph: fx.Graph, context: PassContext) -> None:

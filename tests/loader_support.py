@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ndcompile.layout import local_shape
 from ndcompile.loader import Target
+from ndcompile.parameters.layout import local_shape
 from ndcompile.torch_private import StridedShard
 
 SIZES: dict[str, Any] = {

@@ -12,14 +12,14 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ndcompile.chunked_loss import vocabulary_loss
-from ndcompile.graph_input import COORDINATE, PARAMETER, SEEDS, GraphInput
+from ndcompile.capture.graph_input import COORDINATE, PARAMETER, SEEDS, GraphInput
+from ndcompile.capture.trace_graph import mark_differentiable
+from ndcompile.operators.chunked_loss import vocabulary_loss
+from ndcompile.operators.random_ops import dropout_op
+from ndcompile.operators.redistribute import average_gradient, redistribute
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.proof.prove import Proof, pair_around, prove
-from ndcompile.random_ops import dropout_op
-from ndcompile.redistribute import average_gradient, redistribute
 from ndcompile.torch_private import StridedShard
-from ndcompile.trace_graph import mark_differentiable
 
 RANKS = 2
 SHAPES = {"x": (4, 8, 8), "y": (4, 8, 8), "w": (8, 8), "b": (8,), "ids": (4, 8), "rank": (), "seeds": (2,)}

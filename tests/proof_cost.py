@@ -20,8 +20,8 @@ import transformers
 from proof_report import COST
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ndcompile.lower import lower
-from ndcompile.pass_context import PassContext
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.lowering.lower import lower
 from ndcompile.pipeline import run_passes
 from ndcompile.proof.check import Prover
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from ndcompile.mesh import StorageMesh
-from ndcompile.redistribute import all_to_all, average_gradient, divide_gradient, redistribute, unshard
-from ndcompile.verifier import SEEDED
+from ndcompile.operators.redistribute import all_to_all, average_gradient, divide_gradient, redistribute, unshard
+from ndcompile.verify.verifier import SEEDED
 
 PAIRS = [("I", "R"), ("P", "I"), ("P", "R")]
 Damage = AbstractContextManager[None]

@@ -27,13 +27,13 @@ from proof_damage import damages
 from proof_report import write_table
 
 from ndcompile.errors import NdcompileError, PlanError, VerifyError
-from ndcompile.pass_context import PassContext
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.pipeline import run_passes
 from ndcompile.proof.check import explain, twins_of
 from ndcompile.proof.exchange import exchange_problems
 from ndcompile.proof.made import unknown_nodes
 from ndcompile.proof.prove import Proof, prove
-from ndcompile.verifier import verify
+from ndcompile.verify.verifier import verify
 
 RESULTS = Path(__file__).parent / "zoo" / "proof.jsonl"
 LAYOUTS: dict[str, dict[str, int]] = {

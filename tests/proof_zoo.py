@@ -12,13 +12,13 @@ import zoo
 from torch import fx
 from transformers.distributed import DistributedConfig
 
-from ndcompile.call import bind
-from ndcompile.capture import Captured, capture
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import Captured, capture
+from ndcompile.capture.shadow import Shadow
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
-from ndcompile.packed_repair import repaired_plan
-from ndcompile.pass_context import PassContext
-from ndcompile.shadow import Shadow
-from ndcompile.sharded_dims import unsharded
+from ndcompile.plans.packed_repair import repaired_plan
+from ndcompile.verify.sharded_dims import unsharded
 
 
 def held_out(model_type: str) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ndcompile.caches import MARK, CacheShards, read_cache
+from ndcompile.runtime.caches import MARK, CacheShards, read_cache
 
 
 def _cache(device, length):

@@ -15,7 +15,7 @@ from ndcompile.cli import main
 from ndcompile.derive import derive
 from ndcompile.errors import PlanError, VerifyError
 from ndcompile.pipeline import run_passes
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 from ndcompile.torch_private import StridedShard
 
 GPT2 = {

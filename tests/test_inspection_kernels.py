@@ -7,8 +7,8 @@ import torch
 from programs import RATES, Program
 from torch import fx
 
-from ndcompile.expert_plan import ALL_GATHER, ALL_TO_ALL, CAPACITY, ExpertPlan
 from ndcompile.inspection.kernels import filled_rows, flops, kernels
+from ndcompile.plans.expert_plan import ALL_GATHER, ALL_TO_ALL, CAPACITY, ExpertPlan
 
 aten = torch.ops.aten
 

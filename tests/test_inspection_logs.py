@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ndcompile.lowering.schedule import SCHEDULING
 from ndcompile.pipeline import pass_names
-from ndcompile.schedule import SCHEDULING
 
 SCRIPT = """
 import models, ndcompile
-from ndcompile.schedule import Schedule
+from ndcompile.lowering.schedule import Schedule
 plan = ndcompile.plan(models.config("llama", num_hidden_layers=1), {"tp_size": 2}, seq_len=8)
 Schedule(beside_products="tp", groups=plan.traced.groups)(plan.traced.forward.graph)  # as inductor does
 """

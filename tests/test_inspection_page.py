@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 import ndcompile
 from ndcompile.inspection.page import check_page_path, page, write_page
 from ndcompile.inspection.report import ParameterRow, Report
-from ndcompile.layout import intervals
+from ndcompile.parameters.layout import intervals
 from ndcompile.torch_private import StridedShard
 
 GOLDEN = Path(__file__).parent / "golden" / "page_data.json"
@@ -229,7 +229,7 @@ def test_tables_sort_by_a_column(show):
     ids=lambda sizes: " ".join(f"{name}{size}" for name, size in sizes.items()),
 )
 def test_ranks_and_slices_are_those_of_the_library(show, sizes):
-    """Every rank's ranges by the page's script and by `ndcompile.layout`, uneven and packed shards among them."""
+    """Every rank's ranges by the page's script and by `layout.py`, uneven and packed shards among them."""
     storage = {name: size for name, size in sizes.items() if size > 1}
     first = next(name for name in storage if name != "dp_replicate")
     shards = [

@@ -14,7 +14,7 @@ from ndcompile.inspection.kernels import is_collective, is_wait, name_of
 from ndcompile.inspection.scheduled import PASSES, scheduled
 from ndcompile.inspection.source import model_of
 from ndcompile.inspection.trace import trace
-from ndcompile.schedule import PIPELINE, SCHEDULING
+from ndcompile.lowering.schedule import PIPELINE, SCHEDULING
 
 ONE = {"dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1}
 

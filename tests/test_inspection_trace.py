@@ -10,12 +10,12 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 import ndcompile
+from ndcompile.capture.shadow import copy_without_weights
 from ndcompile.errors import PlanError
 from ndcompile.inspection.layers import stack_of
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.trace import trace
-from ndcompile.shadow import copy_without_weights
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 
 MESH = {"dp_replicate": 1, "fsdp": 4, "tp": 2, "ep": 1}
 

@@ -7,7 +7,7 @@ import torch
 from loader_support import chunked, coordinates
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ndcompile.layout import boxes, intervals, local_shape, narrow
+from ndcompile.parameters.layout import boxes, intervals, local_shape, narrow
 from ndcompile.torch_private import StridedShard
 
 R = Replicate()

@@ -9,9 +9,9 @@ import torch
 from loader_support import chunked, coordinates, on_meta, rewrite, targets_of, tiny_model
 from torch.distributed.tensor import Replicate, Shard
 
-from ndcompile.layout import boxes, local_shape, narrow
 from ndcompile.loader import CheckpointError, Peers, checksum, load_into
 from ndcompile.loader.checksum import MODULUS
+from ndcompile.parameters.layout import boxes, local_shape, narrow
 
 MESH = (2, 3)
 

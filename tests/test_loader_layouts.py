@@ -8,7 +8,7 @@ from loader_support import assert_holds, in_memory, on_meta, tiny_model
 from transformers import AutoModelForCausalLM
 
 from ndcompile.loader import load_into
-from ndcompile.planning import plan_loading
+from ndcompile.loader.planning import plan_loading
 
 DENSE = ["llama", "phi3", "gemma3_text"]
 EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "ernie4_5_moe"]

@@ -20,7 +20,6 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from ndcompile.layout import local_shape
 from ndcompile.loader import Target
 from ndcompile.loader.assignment import Assignment, Source
 from ndcompile.loader.catalog import read_catalog
@@ -32,6 +31,7 @@ from ndcompile.loader.load import match
 from ndcompile.loader.proof import prove, rank_boxes
 from ndcompile.loader.reading import execute, plan_reads
 from ndcompile.loader.symbolic import symbol_of
+from ndcompile.parameters.layout import local_shape
 from ndcompile.torch_private import StridedShard
 
 CHECKPOINTS, LAYOUTS = 210, 5

@@ -10,11 +10,11 @@ from loader_support import chunked, coordinates
 from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard
 
-from ndcompile.layout import boxes, local_shape, narrow
 from ndcompile.loader import Target, reading
 from ndcompile.loader.catalog import read_catalog
 from ndcompile.loader.pieces import pieces_of
 from ndcompile.loader.reading import Read, execute, plan_reads
+from ndcompile.parameters.layout import boxes, local_shape, narrow
 from ndcompile.torch_private import StridedShard
 
 

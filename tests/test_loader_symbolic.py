@@ -11,12 +11,12 @@ import torch
 from loader_support import assert_holds, on_meta, targets_of, tiny_model
 
 import ndcompile.loader.conversion
-from ndcompile.layout import narrow
 from ndcompile.loader import load_into, reshaping
 from ndcompile.loader.catalog import Entry
 from ndcompile.loader.headers import Block, Stamp
 from ndcompile.loader.reshaping import Inexpressible
 from ndcompile.loader.symbolic import SymbolicTensor, symbol_of
+from ndcompile.parameters.layout import narrow
 
 
 def numbered(shape, first=0):

@@ -16,7 +16,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import models, ndcompile
-from ndcompile.call import bind
+from ndcompile.capture.call import bind
 from ndcompile.mesh import StorageMesh
 from ndcompile.model_calls import compiled_model
 

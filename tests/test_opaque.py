@@ -8,8 +8,8 @@ from branching_model import Branching, rows
 from torch import Tensor, nn
 
 import ndcompile
+from ndcompile.capture.opaque import describe
 from ndcompile.errors import CaptureError, NdcompileError
-from ndcompile.opaque import describe
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

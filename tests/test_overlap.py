@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from ndcompile.collective_chains import GATHER, collectives
-from ndcompile.host_copies import BACK, COPIED, COPY, HOST
+from ndcompile.graphs.collective_chains import GATHER, collectives
+from ndcompile.operators.host_copies import BACK, COPIED, COPY, HOST
 from ndcompile.passes import reuse_layers
 from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication

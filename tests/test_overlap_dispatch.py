@@ -7,11 +7,11 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from ndcompile.collective_chains import collectives
-from ndcompile.exchanges import ALL_TO_ALL, waited_for
-from ndcompile.host_reads import end_host_read, start_host_read
+from ndcompile.graphs.collective_chains import collectives
+from ndcompile.graphs.exchanges import ALL_TO_ALL, waited_for
+from ndcompile.operators.host_reads import end_host_read, start_host_read
+from ndcompile.operators.routing_checks import CHECKED_SPLITS
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
-from ndcompile.routing_checks import CHECKED_SPLITS
 
 aten = torch.ops.aten
 ROWS, WIDTH, RANKS = 8, 16, 2

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ndcompile.dump import dump
-from ndcompile.own_memory import separate_gradients, wait_once
+from ndcompile.graphs.dump import dump
+from ndcompile.lowering.own_memory import separate_gradients, wait_once
 
 collectives = torch.ops._c10d_functional
 

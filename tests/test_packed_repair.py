@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 from transformers.distributed import DistributedConfig
 
 import ndcompile
-from ndcompile.packed_repair import repaired_plan
+from ndcompile.plans.packed_repair import repaired_plan
 from ndcompile.torch_private import StridedShard
 
 SIZES = {"dp_replicate": 1, "fsdp": 2, "tp": 2, "ep": 1}

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 from ndcompile.torch_private import StridedShard
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import models
 from transformers.distributed import DistributedConfig
 
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "plan" / "sharding_plan.txt"
 

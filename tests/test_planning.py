@@ -16,8 +16,8 @@ import ndcompile
 from ndcompile.cli import main
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.load import load_into
+from ndcompile.loader.planning import plan_loading
 from ndcompile.loader.synthetic import synthetic_catalog
-from ndcompile.planning import plan_loading
 
 SIZES = {"fsdp": 2, "tp": 2, "dp_replicate": 2}
 ZOO = Path(__file__).parent / "zoo_configs"
@@ -136,7 +136,7 @@ def test_verify_refuses_a_size_that_is_none(capsys):
 LARGE = """
 import json, resource, time, torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from ndcompile.planning import plan_loading
+from ndcompile.loader.planning import plan_loading
 config = Qwen3MoeConfig(hidden_size=4096, moe_intermediate_size=1536, num_hidden_layers=94, num_attention_heads=64,
                         num_key_value_heads=4, head_dim=128, num_experts=128, vocab_size=151936, mlp_only_layers=[])
 with torch.device("meta"):

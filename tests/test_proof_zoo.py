@@ -5,9 +5,9 @@ import proof_zoo
 import pytest
 
 from ndcompile.errors import VerifyError
+from ndcompile.operators.random_ops import attention_op
 from ndcompile.pipeline import run_passes
-from ndcompile.random_ops import attention_op
-from ndcompile.verifier import SEEDED, verify
+from ndcompile.verify.verifier import SEEDED, verify
 
 TYPES = ["phi3", "deepseek_v2"]
 """Fused projections, and attention whose heads are put together of slices of differently sharded values."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ndcompile.random_ops import attention_with_dropout, dropout, keep_mask, stream_seed
+from ndcompile.operators.random_ops import attention_with_dropout, dropout, keep_mask, stream_seed
 
 ONES = torch.ones(64, 64)
 

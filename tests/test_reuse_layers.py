@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from ndcompile.graphs.repetition import is_view
 from ndcompile.passes import reuse_layers
-from ndcompile.repetition import is_view
 from ndcompile.torch_private import invoke_subgraph, make_fx
 
 WIDTH, LAYERS = 4, 5

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 from ndcompile.checkpoint.reversal import _symbol
 from ndcompile.checkpoint.scatter import map_pieces, scatter
 from ndcompile.checkpoint.writing import execute, plan_write
-from ndcompile.layout import boxes, local_shape, narrow
 from ndcompile.loader.reshaping import Inexpressible
+from ndcompile.parameters.layout import boxes, local_shape, narrow
 from ndcompile.torch_private import StridedShard
 
 

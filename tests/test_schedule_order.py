@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import models, ndcompile, ndcompile.lower
 
 CALL = re.compile(r"torch\\.ops\\._c10d_functional\\.(\\w+)\\.default\\((primals_\\d+)?")
-ndcompile.lower.LEFT_OUT_ON_CPU = ()
+ndcompile.lowering.lower.LEFT_OUT_ON_CPU = ()
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 def collectives(length, disabled=()):

@@ -7,8 +7,8 @@ import models
 import pytest
 import torch
 
-from ndcompile.call import bind
-from ndcompile.signature import describe, model_state
+from ndcompile.capture.call import bind
+from ndcompile.capture.signature import describe, model_state
 
 IDS = models.token_ids(2, 8)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import ndcompile
-from ndcompile.agreement import tensor_hash
 from ndcompile.errors import UnsupportedError
+from ndcompile.verify.agreement import tensor_hash
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 from transformers.cache_utils import StaticCache
 
 import ndcompile
-from ndcompile.cuda_graphs import fixed_inputs
-from ndcompile.graph_input import ARGUMENT
+from ndcompile.capture.graph_input import ARGUMENT
+from ndcompile.lowering.cuda_graphs import fixed_inputs
 from ndcompile.model_calls import compiled_model
-from ndcompile.type_inference import written_arguments, written_memory
+from ndcompile.verify.type_inference import written_arguments, written_memory
 
 ONE = {"num_hidden_layers": 1}
 IDS = models.token_ids(2, 12)

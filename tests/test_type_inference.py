@@ -8,13 +8,13 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ndcompile.capture.graph_input import PARAMETER, GraphInput
+from ndcompile.capture.trace_graph import mark_differentiable
 from ndcompile.errors import VerifyError
-from ndcompile.graph_input import PARAMETER, GraphInput
+from ndcompile.operators.redistribute import redistribute
 from ndcompile.passes.complete_boundaries import complete_boundaries
-from ndcompile.redistribute import redistribute
-from ndcompile.trace_graph import mark_differentiable
-from ndcompile.type_inference import varying_over_tp
-from ndcompile.verifier import check_gradients
+from ndcompile.verify.type_inference import varying_over_tp
+from ndcompile.verify.verifier import check_gradients
 
 AXIS = SimpleNamespace(group="tp", size=2)
 

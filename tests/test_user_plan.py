@@ -6,7 +6,7 @@ from torch.distributed.tensor import Replicate, Shard
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 from ndcompile.torch_private import StridedShard
 
 FSDP2_TP2 = {"dp_replicate": 1, "fsdp": 2, "tp": 2}

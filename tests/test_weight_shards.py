@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ndcompile.layout import local_shape
-from ndcompile.weight_shards import cut, join
+from ndcompile.operators.weight_shards import cut, join
+from ndcompile.parameters.layout import local_shape
 
 SIZES = [(1, 4), (4, 1), (2, 3), (3, 4), (4, 3)]
 SHAPES = [((None,), 0), ((None, 2), 0), ((2, None), 1), ((2, 3, None), 2)]

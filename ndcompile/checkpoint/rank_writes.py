@@ -15,12 +15,12 @@ from ndcompile.checkpoint.files import FilePlan
 from ndcompile.checkpoint.reversal import SavedTensor
 from ndcompile.checkpoint.scatter import Mapped, map_pieces, scatter
 from ndcompile.checkpoint.writing import Write, plan_write
-from ndcompile.layout import Box, boxes, narrow
 from ndcompile.loader.pieces import Piece
 from ndcompile.loader.reshaping import Inexpressible
+from ndcompile.parameters.layout import Box, boxes, narrow
 
 if TYPE_CHECKING:
-    from ndcompile.storage import ParameterStore
+    from ndcompile.parameters.storage import ParameterStore
 
 
 @dataclass(frozen=True)

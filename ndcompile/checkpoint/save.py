@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndcompile.agreement import Agreement
 from ndcompile.checkpoint.files import FilePlan, plan_files
 from ndcompile.checkpoint.folder import Staging, check_folder, check_visible, publish, stage, write_config
 from ndcompile.checkpoint.rank_writes import Destinations, find_destinations, rank_writes, sources_of
@@ -31,11 +30,12 @@ from ndcompile.errors import AgreementError, NdcompileError
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.progress import transfer_progress
 from ndcompile.together import Work, patience, together
+from ndcompile.verify.agreement import Agreement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ndcompile.compiled_model import CompiledModel
+    from ndcompile.runtime.compiled_model import CompiledModel
 
 _STOPPING = timedelta(seconds=15)
 """How long the other ranks need, after a fault, to end the call to the system that they are in."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ndcompile.layout import Box, narrow
 from ndcompile.loader.pieces import Piece, row_major
 from ndcompile.loader.reshaping import Inexpressible
+from ndcompile.parameters.layout import Box, narrow
 
 
 class Step(NamedTuple):

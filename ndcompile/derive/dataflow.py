@@ -14,8 +14,8 @@ from torch import fx, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ndcompile.graph_input import PARAMETER
-from ndcompile.type_inference import written_memory
+from ndcompile.capture.graph_input import PARAMETER
+from ndcompile.verify.type_inference import written_memory
 
 EMBEDDING = torch.ops.aten.embedding.default
 

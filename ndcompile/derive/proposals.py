@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ndcompile.derive.dataflow import Pair, features, pattern_of
-from ndcompile.styles import LOCAL_COUNT
+from ndcompile.plans.styles import LOCAL_COUNT
 
 Rules = dict[str, str]
 

@@ -22,20 +22,20 @@ from torch.distributed.tensor import Replicate
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.call import bind
-from ndcompile.capture import capture
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import capture
+from ndcompile.capture.shadow import Shadow, copy_without_weights
 from ndcompile.derive.dataflow import find_pairs, watched_integers
 from ndcompile.derive.proposals import Modules, Rules, pair_proposals, vocabulary_proposals
 from ndcompile.errors import CaptureError, NdcompileError, PlanError, UnsupportedError, VerifyError
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.inspection.layers import keep_traced, stack_of
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.source import model_of
-from ndcompile.pass_context import PassContext
 from ndcompile.pipeline import run_passes
-from ndcompile.shadow import Shadow, copy_without_weights
-from ndcompile.sharded_dims import unsharded
-from ndcompile.sharding_plan import ShardingPlan, build_plan
+from ndcompile.plans.sharding_plan import ShardingPlan, build_plan
 from ndcompile.torch_private import fake_tensor
+from ndcompile.verify.sharded_dims import unsharded
 
 _logger = logging.getLogger("ndcompile.derive")
 

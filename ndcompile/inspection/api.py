@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.byte_sizes import parse_bytes
+from ndcompile.capture.shadow import copy_without_weights
 from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.inspection.kernels import filled_rows
@@ -32,9 +33,8 @@ from ndcompile.inspection.source import model_of
 from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, collective_times, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
-from ndcompile.plan_table import exchange_lines
+from ndcompile.plans.plan_table import exchange_lines
 from ndcompile.refusals import check_model
-from ndcompile.shadow import copy_without_weights
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ndcompile.dump import dump
+from ndcompile.graphs.dump import dump
 from ndcompile.inspection.ranks import held_lines
 from ndcompile.inspection.report import BoundaryRow, ParameterRow, Report
 from ndcompile.inspection.rules import generic

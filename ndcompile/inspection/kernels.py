@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from ndcompile.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
-from ndcompile.host_copies import BACK, COPY
+from ndcompile.graphs.saved_activations import is_view
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.trace import module_of
-from ndcompile.saved_activations import is_view
+from ndcompile.operators.host_copies import BACK, COPY
+from ndcompile.plans.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
 from ndcompile.torch_private import run_and_save_rng_state, run_with_rng_state
 
 Size = Callable[[Any], int]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.plans.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)

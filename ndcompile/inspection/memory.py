@@ -10,12 +10,12 @@ from math import prod
 import torch
 from torch import fx
 
-from ndcompile.host_copies import BACK, COPY
+from ndcompile.graphs.saved_activations import saved_activations
 from ndcompile.inspection.report import Figure
 from ndcompile.inspection.storages import Storages
 from ndcompile.inspection.trace import Traced, module_of
-from ndcompile.saved_activations import saved_activations
-from ndcompile.sharding_plan import ParameterPlan
+from ndcompile.operators.host_copies import BACK, COPY
+from ndcompile.plans.sharding_plan import ParameterPlan
 
 MOMENTS = 2
 """Tensors that AdamW keeps for each parameter."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.inspection.report import ParameterRow, Ranges, Report
-from ndcompile.layout import intervals
+from ndcompile.parameters.layout import intervals
 
 SHOWN = 8
 """Lines of one dim in `explain`; the JSON has all of them."""

@@ -95,7 +95,7 @@ class CollectiveRow:
 class PassRow:
     """What one pass did to the graph: nodes by operator that came and went.
 
-    changes: the nodes, as `ndcompile.dump` prints them, behind a sign: + added, - removed, ~ with other inputs or
+    changes: the nodes, as `dump.py` prints them, behind a sign: + added, - removed, ~ with other inputs or
     another type. Of layers that are alike only those that were traced, see `Report.layers`.
     """
 

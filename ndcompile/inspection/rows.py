@@ -12,15 +12,15 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ndcompile.graphs.saved_activations import saved_activations
 from ndcompile.inspection.kernels import is_collective, name_of
 from ndcompile.inspection.ranks import cut_dims
 from ndcompile.inspection.report import BoundaryRow, CollectiveRow, ParameterRow, PassRow, SavedRow
 from ndcompile.inspection.rules import Rules, generic
 from ndcompile.inspection.trace import NodeLine, PassView, Traced, module_of, operator_of
-from ndcompile.plan_table import fold
-from ndcompile.redistribute import REDISTRIBUTE, all_to_all, average_gradient, redistribute, shard, unshard
-from ndcompile.saved_activations import saved_activations
-from ndcompile.sharding_plan import FREE
+from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, average_gradient, redistribute, shard, unshard
+from ndcompile.plans.plan_table import fold
+from ndcompile.plans.sharding_plan import FREE
 from ndcompile.torch_private import StridedShard
 
 SHORT = {

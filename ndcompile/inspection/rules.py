@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.fused_parameters import rule_of
-from ndcompile.own_rules import matches
-from ndcompile.sharding_plan import ParameterPlan, Repair
+from ndcompile.plans.own_rules import matches
+from ndcompile.plans.sharding_plan import ParameterPlan, Repair
+from ndcompile.verify.fused_parameters import rule_of
 
 
 @dataclass(frozen=True)

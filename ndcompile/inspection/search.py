@@ -23,6 +23,7 @@ from torch import fx
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from ndcompile.capture.shadow import copy_without_weights
 from ndcompile.errors import PlanError
 from ndcompile.inspection.kernels import Kernels, Size, filled_rows, kernels
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
@@ -35,8 +36,7 @@ from ndcompile.inspection.time_model import ADAMW_PASSES, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.loader.rank_reads import spell_bytes
 from ndcompile.mesh import Axis
-from ndcompile.shadow import copy_without_weights
-from ndcompile.sharding_plan import ShardingPlan, build_plan
+from ndcompile.plans.sharding_plan import ShardingPlan, build_plan
 
 FEW = 4
 """Families for which a further process pays: it takes seconds to start."""

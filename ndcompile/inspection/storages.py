@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from ndcompile.host_copies import COPY
+from ndcompile.graphs.saved_activations import is_view, own_part
 from ndcompile.inspection.kernels import fuses, name_of
-from ndcompile.saved_activations import is_view, own_part
+from ndcompile.operators.host_copies import COPY
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 

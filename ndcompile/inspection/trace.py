@@ -20,27 +20,27 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from ndcompile.call import bind
-from ndcompile.capture import Captured, capture
-from ndcompile.dump import dump
-from ndcompile.graph_input import PARAMETER
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import Captured, capture
+from ndcompile.capture.graph_input import PARAMETER
+from ndcompile.capture.shadow import Shadow, copy_without_weights
+from ndcompile.capture.signature import checkpointed_layers, layers_of
+from ndcompile.graphs.dump import dump
+from ndcompile.graphs.pass_context import PassContext
+from ndcompile.graphs.saved_activations import even_rows
 from ndcompile.inspection.attention import fuse_attention
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
-from ndcompile.lower import lower
+from ndcompile.lowering.lower import lower
 from ndcompile.mesh import StorageMesh
-from ndcompile.packed_repair import repaired_plan
-from ndcompile.pass_context import PassContext
+from ndcompile.operators.redistribute import redistribute
 from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.pipeline import run_passes
+from ndcompile.plans.packed_repair import repaired_plan
+from ndcompile.plans.sharding_plan import ShardingPlan
 from ndcompile.proof.prove import Proof
-from ndcompile.redistribute import redistribute
-from ndcompile.saved_activations import even_rows
-from ndcompile.shadow import Shadow, copy_without_weights
-from ndcompile.sharded_dims import unsharded
-from ndcompile.sharding_plan import ShardingPlan
-from ndcompile.signature import checkpointed_layers, layers_of
-from ndcompile.verifier import GRADIENT_NODES
+from ndcompile.verify.sharded_dims import unsharded
+from ndcompile.verify.verifier import GRADIENT_NODES
 
 BUDGET = fit_memory_budget.__name__
 

@@ -26,7 +26,7 @@ from ndcompile.loader.target import Target
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ndcompile.agreement import Agreement
+    from ndcompile.verify.agreement import Agreement
 
 MODULUS = 1 << 64
 _CHUNK = 1 << 20

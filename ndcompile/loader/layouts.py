@@ -13,13 +13,13 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ndcompile.layout import Box, boxes, local_shape
 from ndcompile.loader.target import Target, buffer_targets
+from ndcompile.parameters.layout import Box, boxes, local_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ndcompile.sharding_plan import ShardingPlan
+    from ndcompile.plans.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ndcompile.layout import Box
 from ndcompile.loader.assignment import Assignment, Source, WholeGroup
 from ndcompile.loader.catalog import Entry
 from ndcompile.loader.layouts import MeshShape, boxes_of
 from ndcompile.loader.reading import plan_reads, planned_bytes
+from ndcompile.parameters.layout import Box
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ndcompile.layout import narrow
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.headers import Stamp
 from ndcompile.loader.pieces import Piece, crop
+from ndcompile.parameters.layout import narrow
 
 STAGING_BYTES = 8 << 20
 # A gap up to this size is read with the runs around it: a call costs about 5 us, as much as copying 30 KiB from the

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ndcompile.layout import boxes, local_shape, narrow
+from ndcompile.parameters.layout import boxes, local_shape, narrow
 
 
 @dataclass(frozen=True, eq=False)

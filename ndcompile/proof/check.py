@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import fx
 
 from ndcompile.errors import VerifyError
-from ndcompile.pass_context import PassContext
+from ndcompile.graphs.pass_context import PassContext
 from ndcompile.proof.exchange import exchange_problems
 from ndcompile.proof.made import unknown_nodes
 from ndcompile.proof.problem import Problem
 from ndcompile.proof.prove import Proof, pair_around, prove
 from ndcompile.proof.use import Twins
-from ndcompile.verifier import where
+from ndcompile.verify.verifier import where
 
 _logger = logging.getLogger("ndcompile.proof")
 

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from ndcompile.mesh import StorageMesh
+from ndcompile.operators.redistribute import all_to_all, redistribute
+from ndcompile.plans.sharding_plan import ShardingPlan
 from ndcompile.proof.fact import NotProven
 from ndcompile.proof.problem import Problem, exchanged
 from ndcompile.proof.use import tensor_of
-from ndcompile.redistribute import all_to_all, redistribute
-from ndcompile.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ OWN = "own"
 class Fact:
     """One value along the tp axis.
 
-    kind: I, R, P and S as in `ndcompile.redistribute`, OWN or EXCHANGED.
+    kind: I, R, P and S as in `redistribute.py`, OWN or EXCHANGED.
     dim, parts: of S: the sharded dim, and of how many parts it consists that are each sharded by themselves (2 for a
         fused gate and up projection). A plain shard has one part.
     scale: how many times the true value it is; the sum over the ranks of a shard's means is tp times the mean.

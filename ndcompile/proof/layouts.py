@@ -10,7 +10,7 @@ from torch import fx
 from ndcompile.proof.fact import INVARIANT, KEEP_WHOLE, OWN, PARTIAL, SUM_FIRST, Fact, NotProven, shard_on
 from ndcompile.proof.pointwise import aligned, name_of
 from ndcompile.proof.use import Use, ndim, shape
-from ndcompile.sharded_dims import READS_ALONG
+from ndcompile.verify.sharded_dims import READS_ALONG
 
 
 def viewed(use: Use) -> Fact:

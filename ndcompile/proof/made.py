@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ndcompile.chunked_loss import vocabulary_loss
-from ndcompile.host_copies import to_device
-from ndcompile.opaque import is_opaque
+from ndcompile.capture.opaque import is_opaque
+from ndcompile.operators.chunked_loss import vocabulary_loss
+from ndcompile.operators.host_copies import to_device
+from ndcompile.operators.random_ops import attention_op, dropout_op
+from ndcompile.operators.redistribute import average_gradient, divide_gradient, hold_gradient, redistribute, unshard
 from ndcompile.proof.problem import Problem
 from ndcompile.proof.use import tensor_of
-from ndcompile.random_ops import attention_op, dropout_op
-from ndcompile.redistribute import average_gradient, divide_gradient, hold_gradient, redistribute, unshard
 
 aten = torch.ops.aten
 

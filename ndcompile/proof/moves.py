@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ndcompile.operators.redistribute import pair, shard_dim
 from ndcompile.proof.contractions import attention
 from ndcompile.proof.fact import EXCHANGED, INVARIANT, OWN, PARTIAL, REPLICATED, Fact, NotProven, shard_on
 from ndcompile.proof.pointwise import dropped_out, name_of
 from ndcompile.proof.use import Use, ndim, shape
-from ndcompile.redistribute import pair, shard_dim
-from ndcompile.type_inference import written_arguments
+from ndcompile.verify.type_inference import written_arguments
 
 LOOKUP = "A value that is looked up by the rank's own rows needs the style 'embedding_rowwise' in tp_plan."
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ndcompile.sharding_plan import ShardingPlan
+from ndcompile.plans.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True)

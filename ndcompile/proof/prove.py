@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ndcompile.graph_input import COORDINATE, HELD, PARAMETER, SEEDS
-from ndcompile.host_copies import to_device
+from ndcompile.capture.graph_input import COORDINATE, HELD, PARAMETER, SEEDS
+from ndcompile.operators.host_copies import to_device
+from ndcompile.operators.redistribute import average_gradient, divide_gradient, redistribute, unshard
+from ndcompile.plans.sharding_plan import ShardingPlan
 from ndcompile.proof.fact import (
     EXCHANGED,
     INVARIANT,
@@ -28,11 +30,9 @@ from ndcompile.proof.moves import own
 from ndcompile.proof.problem import Problem, exchanged, module_of
 from ndcompile.proof.rules import RULES, Row, otherwise
 from ndcompile.proof.use import Twins, Use, cut_dim, tensor_of
-from ndcompile.redistribute import average_gradient, divide_gradient, redistribute, unshard
-from ndcompile.sharded_dims import side_by_side
-from ndcompile.sharding_plan import ShardingPlan
 from ndcompile.torch_private import StridedShard
-from ndcompile.type_inference import moves_over, written_memory
+from ndcompile.verify.sharded_dims import side_by_side
+from ndcompile.verify.type_inference import moves_over, written_memory
 
 CHAIN = (to_device, divide_gradient, average_gradient, unshard)
 """What stands between a stored parameter and its uses."""

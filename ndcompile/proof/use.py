@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from ndcompile.proof.fact import KEEP_WHOLE, Fact, NotProven
-from ndcompile.sharded_dims import argument
 from ndcompile.torch_private import size_hint
+from ndcompile.verify.sharded_dims import argument
 
 Twins = Mapping[fx.Node, fx.Node]
 """Node of the rank's graph -> the node of the same code without tp."""

@@ -10,7 +10,7 @@ from matrix import sampled_rows
 from workers import FSDP2_TP2, REPLICATE2_FSDP2
 
 import ndcompile
-from ndcompile.graph_input import HELD
+from ndcompile.capture.graph_input import HELD
 from ndcompile.model_calls import compiled_model
 
 ONE = {"num_hidden_layers": 1}

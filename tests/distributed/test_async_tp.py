@@ -19,8 +19,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from workers import FSDP2_TP2, TP2
 
 import ndcompile
-from ndcompile.async_tp import check_async_tp
 from ndcompile.errors import UnsupportedError
+from ndcompile.lowering.async_tp import check_async_tp
 from ndcompile.model_calls import compiled_model
 from ndcompile.torch_private import fused_all_gather_matmul
 

@@ -10,13 +10,13 @@ from torch import nn
 from workers import FSDP2_TP2, FSDP4, LIMIT, REPLICATE2_FSDP2
 
 import ndcompile
-from ndcompile.call import bind
-from ndcompile.capture import capture
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import capture
 from ndcompile.errors import VerifyError
-from ndcompile.host_copies import BACK, COPIED, COPY, to_device
 from ndcompile.model_calls import compiled_model
+from ndcompile.operators.host_copies import BACK, COPIED, COPY, to_device
 from ndcompile.pipeline import run_passes
-from ndcompile.verifier import verify
+from ndcompile.verify.verifier import verify
 
 ONE = {"num_hidden_layers": 1}
 FSDP2 = (("fsdp", 2),)

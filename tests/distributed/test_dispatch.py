@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 import ndcompile
-from ndcompile.collective_chains import REDUCTIONS, WAIT, collectives
-from ndcompile.exchanges import ALL_TO_ALL, Surroundings, is_product
+from ndcompile.graphs.collective_chains import REDUCTIONS, WAIT, collectives
+from ndcompile.graphs.exchanges import ALL_TO_ALL, Surroundings, is_product
 from ndcompile.inspection.trace import module_of
-from ndcompile.partition import Partitioner
-from ndcompile.routing_checks import CHECKED_SPLITS
-from ndcompile.schedule import Schedule
+from ndcompile.lowering.partition import Partitioner
+from ndcompile.lowering.schedule import Schedule
+from ndcompile.operators.routing_checks import CHECKED_SPLITS
 
 FSDP2_EP2: workers.Layout = (("ep", 2), ("fsdp", 2))
 EP2_TP2: workers.Layout = (("ep", 2), ("tp", 2))

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from workers import Layout, size
 
 import ndcompile
-from ndcompile.dump import dump
+from ndcompile.graphs.dump import dump
+from ndcompile.lowering.partition import Partitioner
 from ndcompile.model_calls import compiled_model
-from ndcompile.partition import Partitioner
 
 EP4: Layout = (("ep", 4),)
 EP2_EFSDP2: Layout = (("fsdp", 2), ("ep", 2))

@@ -9,7 +9,7 @@ from transformers.cache_utils import StaticCache
 from workers import FSDP2_TP2, TP2, size
 
 import ndcompile
-from ndcompile.cuda_graphs import fixed_inputs
+from ndcompile.lowering.cuda_graphs import fixed_inputs
 from ndcompile.model_calls import compiled_model
 
 TWO = {"num_hidden_layers": 2}

@@ -16,9 +16,9 @@ from matrix import sampled_rows
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, REPLICATE2_TP2, TP2, size
 
 import ndcompile
-from ndcompile.call import bind
-from ndcompile.capture import capture
-from ndcompile.dump import dump
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import capture
+from ndcompile.graphs.dump import dump
 from ndcompile.model_calls import compiled_model
 from ndcompile.pipeline import pass_names, run_passes
 

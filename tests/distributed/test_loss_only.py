@@ -9,9 +9,9 @@ from parity_case import Case, assert_parity, batch
 from workers import FSDP2_TP2, FSDP4, TP2
 
 import ndcompile
-from ndcompile.chunked_loss import vocabulary_loss
 from ndcompile.errors import UnsupportedError
 from ndcompile.model_calls import compiled_model
+from ndcompile.operators.chunked_loss import vocabulary_loss
 
 ONE = {"num_hidden_layers": 1}
 LOSS_ONLY = {"loss_only": True}

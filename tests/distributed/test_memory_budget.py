@@ -9,8 +9,8 @@ import workers
 from workers import FSDP2_TP2
 
 import ndcompile
+from ndcompile.graphs.saved_activations import even_rows, nbytes, saved_activations
 from ndcompile.model_calls import compiled_model
-from ndcompile.saved_activations import even_rows, nbytes, saved_activations
 
 FSDP2 = (("fsdp", 2),)
 LAYERS = {"num_hidden_layers": 2}

@@ -10,7 +10,7 @@ import workers
 from torch import Tensor
 
 from ndcompile.mesh import storage_mesh
-from ndcompile.redistribute import REDISTRIBUTE, average_gradient, redistribute, unshard
+from ndcompile.operators.redistribute import REDISTRIBUTE, average_gradient, redistribute, unshard
 
 PAIRS = [(src.replace("S", "S(1)"), dst.replace("S", "S(1)")) for src, dst in REDISTRIBUTE]
 

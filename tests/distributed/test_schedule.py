@@ -7,8 +7,8 @@ from parity_case import Case, assert_parity
 from torch._subclasses import FakeTensorMode
 
 import ndcompile
-from ndcompile import lower
-from ndcompile.schedule import SCHEDULING, Schedule
+from ndcompile.lowering import lower
+from ndcompile.lowering.schedule import SCHEDULING, Schedule
 
 ONE = {"num_hidden_layers": 1}
 

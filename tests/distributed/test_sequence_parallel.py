@@ -12,8 +12,8 @@ from workers import FSDP2_TP2, TP2
 
 import ndcompile
 from ndcompile.model_calls import compiled_model
-from ndcompile.redistribute import pair, redistribute
-from ndcompile.type_inference import moves_over
+from ndcompile.operators.redistribute import pair, redistribute
+from ndcompile.verify.type_inference import moves_over
 
 ONE = {"num_hidden_layers": 1}
 SEQUENCE_PARALLEL = {"distributed_config": {"enable_sequence_parallel": True}}

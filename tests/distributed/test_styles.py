@@ -10,7 +10,7 @@ from transformers.distributed import DistributedConfig
 from workers import FSDP2_TP2, TP2, error, gradient_errors
 
 import ndcompile
-from ndcompile.styles import STYLES
+from ndcompile.plans.styles import STYLES
 
 
 def _compare(unit, layout, width=WIDTH, length=6, plan=None, options=None):

@@ -9,13 +9,13 @@ import workers
 from torch import fx
 from workers import FSDP2_TP2
 
-from ndcompile.call import bind
-from ndcompile.capture import capture
+from ndcompile.capture.call import bind
+from ndcompile.capture.capture import capture
 from ndcompile.errors import VerifyError
 from ndcompile.model_calls import compiled_model
+from ndcompile.operators.redistribute import all_to_all, divide_gradient, redistribute, unshard
 from ndcompile.pipeline import run_passes
-from ndcompile.redistribute import all_to_all, divide_gradient, redistribute, unshard
-from ndcompile.verifier import verify
+from ndcompile.verify.verifier import verify
 
 ONE = {"num_hidden_layers": 1}
 

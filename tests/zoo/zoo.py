@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, TP2, Layout
 
 from ndcompile.errors import PlanError
-from ndcompile.sharding_plan import build_plan
+from ndcompile.plans.sharding_plan import build_plan
 
 CONFIGS = Path(__file__).parent / "configs.json"
 EVAL_MODE = Path(__file__).parent / "eval_mode.json"

@@ -1,0 +1,1 @@
+"""What passes share: edits of graphs, and what is found in them."""

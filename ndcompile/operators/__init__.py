@@ -1,0 +1,1 @@
+"""The distributed nodes of a captured graph, and what they lower to."""

@@ -1,0 +1,88 @@
+"""A number that the host reads from the device, in two operators: the copy starts, and later the host waits for it.
+
+`tensor.to("cpu")` copies on the stream that computes: the host waits for all that was launched before it, and while it
+wakes up and launches what follows, the device has nothing to do. Here the copy runs on a stream of its own, behind what
+was launched before `start_host_read`; what is launched between the two operators runs while `end_host_read` waits.
+
+On the CPU both operators are copies. Graphs get them from passes/overlap_dispatch.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, fx
+
+from ndcompile.operators.routing_checks import CHECKED_SPLITS
+
+COPIES = (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default)
+"""What a copy to the host is in a lowered graph."""
+
+
+@torch.library.custom_op("ndcompile::start_host_read", mutates_args=())
+def start_host_read(x: Tensor) -> Tensor:
+    """`x` in pinned memory of the CPU, there once `end_host_read` returns."""
+    if x.device.type != "cuda":
+        return x.clone()
+    stream = _copying(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+    x.record_stream(stream)
+    return host
+
+
+@start_host_read.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+@torch.library.custom_op("ndcompile::end_host_read", mutates_args=())
+def end_host_read(host: Tensor, x: Tensor) -> Tensor:
+    """`host`, which `start_host_read` copies from `x`, once it is there; `x` is given so that its memory stays.
+
+    The host waits for the stream of copies, not for what was launched on others."""
+    if x.device.type == "cuda":
+        _copying(x.device).synchronize()
+    return host.clone()
+
+
+@end_host_read.register_fake
+def _(host: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(host)
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which small copies to the host run."""
+    return torch.cuda.Stream(device)
+
+
+START_HOST_READ = torch.ops.ndcompile.start_host_read.default
+END_HOST_READ = torch.ops.ndcompile.end_host_read.default
+
+
+def host_reads(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes at which the host reads numbers of rows, in order."""
+    return graph.find_nodes(op="call_function", target=CHECKED_SPLITS)
+
+
+def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
+    """Let the read's copy from a device start where it stands and be waited for at the read. Returns the nodes that
+    wait: none on the CPU, where nothing is copied."""
+    copy = read.all_input_nodes[0]
+    if copy.target not in COPIES or len(copy.users) > 1:
+        return []
+    source = copy.all_input_nodes[0]
+    if source.meta["val"].device.type != "cuda":
+        return []
+    with graph.inserting_before(copy):
+        start = graph.call_function(START_HOST_READ, (source,))
+    with graph.inserting_before(read):
+        wait = graph.call_function(END_HOST_READ, (start, source))
+    start.meta, wait.meta = dict(copy.meta), dict(copy.meta)
+    copy.replace_all_uses_with(wait)
+    graph.erase_node(copy)
+    return [wait]

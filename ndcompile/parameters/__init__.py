@@ -1,0 +1,1 @@
+"""Parameters as they are stored: DTensors over padded buffers, and the values that fill them."""

@@ -1,0 +1,1 @@
+"""Facts that hold after every pass, and on all ranks before the first run."""

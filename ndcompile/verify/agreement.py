@@ -1,0 +1,265 @@
+"""Agreement of ranks through the store: what is compared before the first run of a graph, so that nothing can hang.
+
+A process-group collective could pair with another rank's training step; a store key cannot. Every exchange has a name
+and a time-out, and ends with the same error on all ranks that take part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from ndcompile.capture.opaque import is_opaque
+from ndcompile.errors import AgreementError
+from ndcompile.mesh import StorageMesh, leave_groups
+from ndcompile.operators.chunked_loss import vocabulary_loss
+from ndcompile.operators.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
+from ndcompile.torch_private import default_store
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: longer than a compile."""
+GRACE = timedelta(seconds=10)
+"""How long a rank that refused a call waits for the others to refuse it too, at most half of what they wait for it."""
+
+
+class Agreement:
+    """Named exchanges between all ranks of a world. Without peers (one rank, or the fake backend) all are trivial."""
+
+    def __init__(self, mesh: StorageMesh, timeout: timedelta = TIMEOUT) -> None:
+        self.mesh = mesh
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.alone = self.world == 1 or mesh.backend == "fake"
+        self.timeout = timeout
+        self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
+        self.captures = self.refusals = 0
+        self.left = False
+
+    def exchange(self, key: str, value: Any, timeout: timedelta | None = None) -> list[Any]:
+        """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come.
+
+        timeout: how long to wait for them, `self.timeout` by default.
+        """
+        if self.alone:
+            return [json.loads(json.dumps(value))]
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        keys = [f"{key}/{rank}" for rank in range(self.world)]
+        self._wait(keys, key, timeout or self.timeout)
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """What all ranks do between exchanges named `name/...`. An error on one rank ends the others' waiting."""
+        try:
+            yield
+        except AgreementError:
+            raise
+        except Exception as error:
+            if not self.alone:
+                self._store.set(f"{name}/failed", f"rank {self.rank}: {type(error).__name__}: {error}")
+            raise
+
+    def peer_gave_up(self) -> str | None:
+        """Why a rank left the mesh's groups, if one did."""
+        if self.alone or not self._store.check(["gave up"]):
+            return None
+        return self._store.get("gave up").decode()
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(self.prefix, default_store())
+
+    def _wait(self, keys: Sequence[str], exchange: str, timeout: timedelta) -> None:
+        """Poll: a blocking wait could not notice that a rank failed."""
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
+        failed = f"{exchange.partition('/')[0]}/failed"
+        while not self._store.check(list(keys)):
+            # Again the keys: a rank that had them all may have failed since, for what all ranks will see.
+            if self._store.check([failed]) and not self._store.check(list(keys)):
+                raise AgreementError(f"Rank {self.rank} stops, as {self._store.get(failed).decode()}")
+            if (reason := self.peer_gave_up()) is not None:
+                raise AgreementError(f"Rank {self.rank} stops, as a rank gave up: {reason}")
+            if time.monotonic() > deadline:
+                missing = [rank for rank, name in enumerate(keys) if not self._store.check([name])]
+                reason = (
+                    f"Rank {self.rank} waited {timeout} for ranks {missing} to reach {exchange!r}: they did not "
+                    "make this call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), "
+                    "with the same arguments, in the same order."
+                )
+                self.give_up(reason, AgreementError(reason))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def give_up(self, reason: str, error: Exception) -> NoReturn:
+        """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
+        if not self.alone:
+            self._store.set("gave up", reason)
+            self.leave()
+        raise error
+
+    def leave(self) -> None:
+        """Leave the groups, if this rank has not yet: whoever waits for it fails."""
+        if not (self.alone or self.left):
+            self.left = True
+            leave_groups(self.mesh)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise `error`, for which this rank does not make a call; see `refused`."""
+        self.refused(f"{type(error).__name__}: {error}")
+        raise error
+
+    def refused(self, what: str) -> None:
+        """This rank does not make a call. Where no rank does, all may go on; else the others wait for this one, here or
+        in a collective, as ranks with a graph do not talk before a call: give up, but for the error."""
+        if self.alone or self.left:
+            return
+        self.refusals += 1
+        keys = [f"refused{self.refusals}/{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], "")
+        deadline = time.monotonic() + min(GRACE, self.timeout / 2).total_seconds()
+        while not self._store.check(keys):
+            if self.peer_gave_up() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            if self.peer_gave_up() is None:
+                self._store.set("gave up", f"rank {self.rank}: {what}")
+            self.leave()
+            return
+
+    def same(self, key: str, value: Sequence[str], what: str) -> None:
+        """Raise AgreementError on every rank unless all gave equal lists of lines.
+
+        The error names the first line that differs and the ranks that have it.
+        """
+        digests = self.exchange(f"{key}/digest", _digest(value))
+        if len(set(digests)) == 1:
+            return
+        lines = self.exchange(f"{key}/lines", list(value))
+        groups: dict[str, list[int]] = defaultdict(list)
+        first = next(i for i in range(max(map(len, lines))) if len({_line(text, i) for text in lines}) > 1)
+        for rank, text in enumerate(lines):
+            groups[_line(text, first)].append(rank)
+        found = "\n".join(f"  ranks {ranks}: {line}" for line, ranks in groups.items())
+        raise AgreementError(f"Ranks differ in {what}, first at number {first}:\n{found}")
+
+    def capture_begins(self, signature: Sequence[str], inputs: Mapping[str, Tensor], seed: int) -> int:
+        """Before a capture of a new signature: all ranks make the same one, and tp ranks have the same inputs.
+
+        Returns the random seed of the tp group's first rank, which all ranks of the group share.
+        """
+        self.captures += 1
+        key = f"capture{self.captures}"
+        self.same(f"{key}/signature", signature, "the signature of the call")
+        return self.same_inputs(key, inputs, seed)
+
+    def same_inputs(self, key: str, inputs: Mapping[str, Tensor], seed: int) -> int:
+        """Raise AgreementError on every rank where ranks of one tp group have different inputs.
+
+        Returns the seed of this rank's tp group, which is its first rank's.
+        """
+        if self.mesh.size("tp") == 1:
+            return seed
+        records = self.exchange(f"{key}/inputs", [self.mesh.data_rank, seed, input_hashes(inputs)])
+        for data_rank in range(self.mesh.data_world_size):
+            group = {rank: hashes for rank, (d, _, hashes) in enumerate(records) if d == data_rank}
+            for name in inputs:
+                _same_input(name, {rank: hashes[name] for rank, hashes in group.items()})
+        return next(s for d, s, _ in records if d == self.mesh.data_rank) if len(records) > 1 else seed
+
+    def compile_once(self, compile: Callable[[], T]) -> T:
+        """Compile on the first rank of each host, then on the others, which find the result in inductor's cache.
+
+        On GPUs the ranks compile side by side: the device's index is part of the code, so their results differ.
+        """
+        if self.alone or self.mesh.device.type != "cpu":
+            return compile()
+        key = f"capture{self.captures}/compile"
+        hosts = self.exchange(f"{key}/host", socket.gethostname())
+        leader = hosts.index(hosts[self.rank])
+        store = dist.PrefixStore(self.prefix, default_store())
+        if self.rank == leader:
+            try:
+                return compile()
+            finally:  # a failed compile must free the others, which then fail by themselves
+                store.set(f"{key}/{leader}/done", "")
+        store.wait([f"{key}/{leader}/done"], self.timeout)
+        return compile()
+
+
+def collective_lines(graph: fx.Graph, axes: Mapping[str, str]) -> list[str]:
+    """The graph's distributed nodes as lines: operator, axis, types, dtype, shape.
+
+    axes: group name -> axis name. Sizes of activations are left out: data ranks may have other batch sizes and lengths.
+    """
+    return [
+        _name_of(node) if is_opaque(node) else _line_of(node, axes)
+        for node in graph.nodes
+        if node.target in DISTRIBUTED or is_opaque(node)
+    ]
+
+
+def _name_of(node: fx.Node) -> str:
+    """An opaque module is called by the name of its operator: one rank's compiled code must mean the same on others."""
+    return f"{node.target._opname} of {node.meta.get('custom', {}).get('module', '')!r}"  # type: ignore[union-attr]
+
+
+DISTRIBUTED = (redistribute, unshard, average_gradient, all_to_all, vocabulary_loss)
+
+
+def _line_of(node: fx.Node, axes: Mapping[str, str]) -> str:
+    value, module = node.meta["val"], node.meta.get("custom", {}).get("module", "")
+    group, details, shape = node.args[1], list(node.args[3:]), str(tuple(value.shape))
+    if node.target is redistribute:
+        details, shape = list(pair(node)), f"{value.ndim} dims"
+    elif node.target is all_to_all:
+        group, details, shape = node.args[3], [], f"{value.ndim} dims"
+    elif node.target is vocabulary_loss:  # the number of chunks is that of a rank's tokens
+        details = list(node.args[6:8])
+    plain = ", ".join(str(detail) for detail in details if isinstance(detail, str | int))
+    name = node.target._opname  # type: ignore[union-attr]
+    return f"{name} over {axes.get(str(group), group)} ({plain}) {value.dtype} {shape} in {module!r}"
+
+
+def input_hashes(inputs: Mapping[str, Tensor]) -> dict[str, str]:
+    """A hash of each tensor."""
+    return {name: tensor_hash(tensor) for name, tensor in inputs.items()}
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """A hash of the tensor's bytes, dtype and shape; the same on all devices."""
+    content = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{content.dtype} {tuple(content.shape)}".encode())
+    if content.numel():
+        digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _same_input(name: str, hashes: Mapping[int, str]) -> None:
+    if len(set(hashes.values())) > 1:
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank, value in hashes.items():
+            groups[value].append(rank)
+        raise AgreementError(
+            f"Ranks {list(groups.values())} of one tp group were given different values of {name}. Ranks of a tp group "
+            "share their input: shard the data by ndcompile.data_rank(model), not by the global rank."
+        )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _line(lines: Sequence[str], index: int) -> str:
+    return lines[index] if index < len(lines) else "(nothing more)"
