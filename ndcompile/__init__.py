@@ -1,6 +1,5 @@
 """ndcompile: one call turns a Hugging Face model into a sharded, compiled one on an N-D device mesh."""
 
-from ndcompile import tried_versions  # noqa: F401 - raises where a private symbol is missing
 from ndcompile.compiler import compile, prepare
 from ndcompile.derive import derive_tp_plan
 from ndcompile.errors import (

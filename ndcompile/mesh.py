@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import MeshError
-from ndcompile.torch_private import (
+from ndcompile.private.distributed import (
     CAN_KEEP_RANK_ORDER,
     abort_group,
     default_group,

@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.mesh import BOTH, backend_of
-from ndcompile.transformers_private import input_gradient_hooks
+from ndcompile.private.transformers import input_gradient_hooks
 
 _logger = logging.getLogger("ndcompile.offload")
 

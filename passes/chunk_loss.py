@@ -31,7 +31,7 @@ from torch import fx
 from ndcompile.graphs.pass_context import PassContext
 from ndcompile.operators.chunked_loss import vocabulary_loss
 from ndcompile.operators.redistribute import redistribute
-from ndcompile.torch_private import size_hint
+from ndcompile.private.tracing import size_hint
 
 _logger = logging.getLogger("ndcompile.passes")
 

@@ -44,12 +44,8 @@ from ndcompile.graphs.sequence_products import (
     scatters,
 )
 from ndcompile.operators.matmul_scatter import matmuls_reduce_scatter
-from ndcompile.torch_private import (
-    force_stride_order,
-    fused_all_gather_matmul,
-    fused_matmul_reduce_scatter,
-    tensor_updater,
-)
+from ndcompile.private.distributed import fused_all_gather_matmul, fused_matmul_reduce_scatter
+from ndcompile.private.inductor import force_stride_order, tensor_updater
 
 aten = torch.ops.aten
 _logger = logging.getLogger("ndcompile.passes")

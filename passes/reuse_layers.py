@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from ndcompile.graphs.repetition import Repetition, is_view, repetitions
-from ndcompile.torch_private import invoke_subgraph
+from ndcompile.private.inductor import invoke_subgraph
 
 LEAST = 32
 """Nodes of a part; of smaller ones a call costs as much as it saves. A layer of Llama has 66, its backward 123."""

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ndcompile.loader import Target
 from ndcompile.parameters.layout import local_shape
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,

@@ -18,8 +18,8 @@ from ndcompile.operators.chunked_loss import vocabulary_loss
 from ndcompile.operators.random_ops import dropout_op
 from ndcompile.operators.redistribute import average_gradient, redistribute
 from ndcompile.passes.complete_boundaries import complete_boundaries
+from ndcompile.private.distributed import StridedShard
 from ndcompile.proof.prove import Proof, pair_around, prove
-from ndcompile.torch_private import StridedShard
 
 RANKS = 2
 SHAPES = {"x": (4, 8, 8), "y": (4, 8, 8), "w": (8, 8), "b": (8,), "ids": (4, 8), "rank": (), "seeds": (2,)}

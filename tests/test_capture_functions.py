@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import ndcompile
 from ndcompile.errors import CaptureError
-from ndcompile.torch_private import disable_proxy_modes_tracing
+from ndcompile.private.tracing import disable_proxy_modes_tracing
 
 
 class Rounded(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ndcompile.derive import derive
 from ndcompile.errors import PlanError, VerifyError
 from ndcompile.pipeline import run_passes
 from ndcompile.plans.sharding_plan import build_plan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 GPT2 = {
     "transformer.h.*.mlp.c_fc": "colwise_transposed",

@@ -27,7 +27,7 @@ import ndcompile
 from ndcompile.inspection.page import check_page_path, page, write_page
 from ndcompile.inspection.report import ParameterRow, Report
 from ndcompile.parameters.layout import intervals
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 GOLDEN = Path(__file__).parent / "golden" / "page_data.json"
 SCREENSHOT = Path(__file__).parent.parent / "build" / "plan-page.png"

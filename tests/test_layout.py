@@ -8,7 +8,7 @@ from loader_support import chunked, coordinates
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ndcompile.parameters.layout import boxes, intervals, local_shape, narrow
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 R = Replicate()
 LAYOUTS = [

@@ -32,7 +32,7 @@ from ndcompile.loader.proof import prove, rank_boxes
 from ndcompile.loader.reading import execute, plan_reads
 from ndcompile.loader.symbolic import symbol_of
 from ndcompile.parameters.layout import local_shape
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 CHECKPOINTS, LAYOUTS = 210, 5
 

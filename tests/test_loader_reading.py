@@ -15,7 +15,7 @@ from ndcompile.loader.catalog import read_catalog
 from ndcompile.loader.pieces import pieces_of
 from ndcompile.loader.reading import Read, execute, plan_reads
 from ndcompile.parameters.layout import boxes, local_shape, narrow
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 
 def saved(folder, **tensors):

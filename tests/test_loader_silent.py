@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard
 
 from ndcompile.loader import CheckpointError, Target, load_into
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 MESH = (2, 2)
 EVERY_RANK = coordinates(MESH)

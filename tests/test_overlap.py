@@ -12,7 +12,7 @@ from ndcompile.operators.host_copies import BACK, COPIED, COPY, HOST
 from ndcompile.passes import reuse_layers
 from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication
-from ndcompile.torch_private import invoke_subgraph
+from ndcompile.private.inductor import invoke_subgraph
 
 MIB = 2**20
 RANKS = 2

@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 
 import ndcompile
 from ndcompile.plans.packed_repair import repaired_plan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 SIZES = {"dp_replicate": 1, "fsdp": 2, "tp": 2, "ep": 1}
 RULE, WEIGHT = "model.layers.*.mlp.gate_up_proj", "model.layers.0.mlp.gate_up_proj.weight"

@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
 from ndcompile.plans.sharding_plan import build_plan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 
 def _plan(model, tp=1, fsdp=1, dp_replicate=1, ep=1, options=None, **config):

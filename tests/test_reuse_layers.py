@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from ndcompile.graphs.repetition import is_view
 from ndcompile.passes import reuse_layers
-from ndcompile.torch_private import invoke_subgraph, make_fx
+from ndcompile.private.inductor import invoke_subgraph
+from ndcompile.private.tracing import make_fx
 
 WIDTH, LAYERS = 4, 5
 

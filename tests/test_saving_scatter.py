@@ -13,7 +13,7 @@ from ndcompile.checkpoint.scatter import map_pieces, scatter
 from ndcompile.checkpoint.writing import execute, plan_write
 from ndcompile.loader.reshaping import Inexpressible
 from ndcompile.parameters.layout import boxes, local_shape, narrow
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 
 def _random_case(seed):

@@ -7,7 +7,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.errors import PlanError
 from ndcompile.plans.sharding_plan import build_plan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 FSDP2_TP2 = {"dp_replicate": 1, "fsdp": 2, "tp": 2}
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from ndcompile.private.transformers import SEEN_TOKENS
 from ndcompile.runtime.caches import EMPTY, MARK, CacheShards, CacheState
-from ndcompile.transformers_private import SEEN_TOKENS
 
 
 @dataclass(frozen=True)

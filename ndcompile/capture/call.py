@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ndcompile.private.transformers import CACHE_NAMES
 from ndcompile.runtime.caches import CacheState, new_cache, read_cache
-from ndcompile.transformers_private import CACHE_NAMES
 
 
 @dataclass(frozen=True)

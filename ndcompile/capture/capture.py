@@ -23,13 +23,8 @@ from ndcompile.capture.parameter_writes import ParameterWrite
 from ndcompile.capture.shadow import Shadow
 from ndcompile.capture.trace_graph import named_modules, trace
 from ndcompile.errors import CaptureError
-from ndcompile.torch_private import (
-    ConstantSource,
-    DimDynamic,
-    FakeTensorMode,
-    ShapeEnv,
-)
-from ndcompile.transformers_private import grouped_heads, marked_auxiliary_loss, unpacked_positions
+from ndcompile.private.tracing import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from ndcompile.private.transformers import grouped_heads, marked_auxiliary_loss, unpacked_positions
 
 
 @dataclass

@@ -20,8 +20,9 @@ from ndcompile.capture.graph_input import ARGUMENT, BUFFER, COORDINATE, PARAMETE
 from ndcompile.capture.shadow import Shadow
 from ndcompile.capture.trace_graph import trace
 from ndcompile.errors import NdcompileError, UnsupportedError
-from ndcompile.torch_private import FakeTensorMode, example_of, guard_scalar, holds_float, is_checkpoint
-from ndcompile.transformers_private import AUXILIARY_LOSS
+from ndcompile.private.dynamo import example_of, holds_float, is_checkpoint
+from ndcompile.private.tracing import FakeTensorMode, guard_scalar
+from ndcompile.private.transformers import AUXILIARY_LOSS
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from ndcompile.capture.opaque_operator import PLAIN, TENSOR, OpaqueOperator, Out
 from ndcompile.capture.signature import config_state
 from ndcompile.errors import CaptureError, UnsupportedError
 from ndcompile.plans.sharding_plan import ParameterPlan, generic
-from ndcompile.torch_private import GuardOnDataDependentSymNode, ModulesGiven, StridedShard, outside_of_tracing
-from ndcompile.transformers_private import copy_config_flags
+from ndcompile.private.distributed import StridedShard
+from ndcompile.private.tracing import GuardOnDataDependentSymNode, ModulesGiven, outside_of_tracing
+from ndcompile.private.transformers import copy_config_flags
 
 if TYPE_CHECKING:
     from ndcompile.capture.shadow import Shadow

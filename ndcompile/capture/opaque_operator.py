@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.operators.random_ops import stream_seed
-from ndcompile.torch_private import FakeTensorMode, HintedShapes, as_called_from_python, outside_of_tracing
+from ndcompile.private.tracing import FakeTensorMode, HintedShapes, as_called_from_python, outside_of_tracing
 
 _numbers = itertools.count()
 """Operators of torch are known by name in all of a process."""

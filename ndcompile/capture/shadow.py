@@ -14,7 +14,7 @@ from ndcompile.capture.expert_exchange import install_exchanges
 from ndcompile.capture.opaque import OpaqueModules
 from ndcompile.mesh import StorageMesh
 from ndcompile.plans.sharding_plan import ShardingPlan
-from ndcompile.transformers_private import copy_config_flags, input_gradient_hooks
+from ndcompile.private.transformers import copy_config_flags, input_gradient_hooks
 
 
 class Shadow:

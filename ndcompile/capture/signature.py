@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndcompile.transformers_private import IMPLEMENTATIONS, OUTPUT_FLAGS, configs_of
+from ndcompile.private.transformers import IMPLEMENTATIONS, OUTPUT_FLAGS, configs_of
 
 DEVICES = ("cpu", "cuda")
 

@@ -14,7 +14,7 @@ from ndcompile.capture.asserted_branches import asserted_truth
 from ndcompile.capture.graph_input import COORDINATE, GraphInput
 from ndcompile.capture.parameter_writes import take_out_writes
 from ndcompile.errors import CaptureError
-from ndcompile.torch_private import (
+from ndcompile.private.tracing import (
     FakeTensor,
     FakeTensorMode,
     TracingContext,

@@ -22,7 +22,7 @@ from ndcompile.loader.headers import Block, Stamp
 from ndcompile.loader.pieces import Piece, row_major
 from ndcompile.loader.reshaping import Inexpressible
 from ndcompile.loader.symbolic import SymbolicTensor
-from ndcompile.transformers_private import remove_tied_weights_from_state_dict, revert_weight_conversion
+from ndcompile.private.transformers import remove_tied_weights_from_state_dict, revert_weight_conversion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

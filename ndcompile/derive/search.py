@@ -34,7 +34,7 @@ from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.inspection.source import model_of
 from ndcompile.pipeline import run_passes
 from ndcompile.plans.sharding_plan import ShardingPlan, build_plan
-from ndcompile.torch_private import fake_tensor
+from ndcompile.private.tracing import fake_tensor
 from ndcompile.verify.sharded_dims import unsharded
 
 _logger = logging.getLogger("ndcompile.derive")

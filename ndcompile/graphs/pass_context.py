@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from ndcompile.graphs.recompute_choice import Choice, Stages, alone
 from ndcompile.mesh import Axis, StorageMesh
 from ndcompile.plans.sharding_plan import ShardingPlan
+from ndcompile.private.tracing import FakeTensorMode
 from ndcompile.runtime.accumulation import REDUCED
-from ndcompile.torch_private import FakeTensorMode
 
 
 @dataclass(frozen=True)

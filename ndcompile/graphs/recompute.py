@@ -23,15 +23,13 @@ from ndcompile.graphs.saved_activations import even_rows, is_view, nbytes, saved
 from ndcompile.lowering.partition import tag_regathered_weights
 from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, pair, redistribute
 from ndcompile.operators.routing_checks import CHECKED_SPLITS
-from ndcompile.torch_private import (
-    FakeTensorMode,
-    TracingContext,
+from ndcompile.private.inductor import (
     aot_autograd,
     decompositions,
     make_boxed_func,
     min_cut_rematerialization_partition,
-    tracing,
 )
+from ndcompile.private.tracing import FakeTensorMode, TracingContext, tracing
 
 KEPT, CHEAP, PRODUCTS, ATTENTION, COLLECTIVES = range(5)
 """Classes of operators. A layer's stage is the last class that it recomputes; 0 is none."""

@@ -25,7 +25,7 @@ from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.trace import module_of
 from ndcompile.operators.host_copies import BACK, COPY
 from ndcompile.plans.expert_plan import ALL_TO_ALL, CAPACITY, ExpertPlan
-from ndcompile.torch_private import run_and_save_rng_state, run_with_rng_state
+from ndcompile.private.inductor import run_and_save_rng_state, run_with_rng_state
 
 Size = Callable[[Any], int]
 """A size of a fake tensor, which may be symbolic, as a number."""

@@ -10,7 +10,7 @@ import torch
 
 from ndcompile.loader.layouts import storage_axes
 from ndcompile.mesh import FUSED, Axis, StorageMesh
-from ndcompile.torch_private import CAN_KEEP_RANK_ORDER, mesh_without_groups
+from ndcompile.private.distributed import CAN_KEEP_RANK_ORDER, mesh_without_groups
 
 
 def mesh_of_sizes(sizes: Mapping[str, int]) -> StorageMesh:

@@ -21,7 +21,7 @@ from ndcompile.inspection.trace import NodeLine, PassView, Traced, module_of, op
 from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, average_gradient, redistribute, shard, unshard
 from ndcompile.plans.plan_table import fold
 from ndcompile.plans.sharding_plan import FREE
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 SHORT = {
     "all_gather_into_tensor": "all_gather",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ndcompile.loader.catalog import CheckpointError
-from ndcompile.transformers_private import LoadStateDictInfo, log_state_dict_report
+from ndcompile.private.transformers import LoadStateDictInfo, log_state_dict_report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ndcompile.errors import UnsupportedError
 from ndcompile.loader.catalog import CheckpointError
 from ndcompile.loader.target import Target
-from ndcompile.transformers_private import guard_torch_init_functions
+from ndcompile.private.transformers import guard_torch_init_functions
 
 
 def initialize_missing(model: PreTrainedModel, targets: Sequence[Target], seed: int = 0) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ndcompile.loader.catalog import CheckpointError
-from ndcompile.transformers_private import (
+from ndcompile.private.transformers import (
     WeightConverter,
     WeightRenaming,
     dot_natural_key,

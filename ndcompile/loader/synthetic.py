@@ -9,7 +9,7 @@ import torch
 
 from ndcompile.loader.catalog import Entry
 from ndcompile.loader.headers import Block, Stamp
-from ndcompile.transformers_private import revert_weight_conversion
+from ndcompile.private.transformers import revert_weight_conversion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

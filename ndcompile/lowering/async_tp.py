@@ -10,7 +10,7 @@ from torch import fx
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.operators.redistribute import pair
-from ndcompile.torch_private import open_symmetric_memory
+from ndcompile.private.distributed import open_symmetric_memory
 from ndcompile.verify.type_inference import moves_over
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from ndcompile.capture.capture import Captured
 from ndcompile.capture.graph_input import BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE
-from ndcompile.torch_private import compile_fx_inner, skipped_cuda_graphs
+from ndcompile.private.inductor import compile_fx_inner, skipped_cuda_graphs
 
 _logger = logging.getLogger("ndcompile.cuda_graphs")
 

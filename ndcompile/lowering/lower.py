@@ -16,8 +16,7 @@ from ndcompile.capture.capture import Captured
 from ndcompile.lowering import cuda_graphs
 from ndcompile.lowering.partition import Partitioner, partition_tags
 from ndcompile.lowering.schedule import PIPELINE, SCHEDULING, Schedule, inductor_settings
-from ndcompile.torch_private import (
-    TracingContext,
+from ndcompile.private.inductor import (
     aot_autograd,
     backward_compiled_with_forward,
     compile_fx,
@@ -25,8 +24,8 @@ from ndcompile.torch_private import (
     launch_empty_grids,
     order_collectives_of_subgraphs,
     own_decompositions,
-    tracing,
 )
+from ndcompile.private.tracing import TracingContext, tracing
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 

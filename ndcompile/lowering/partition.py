@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.lowering.own_memory import separate_gradients, wait_once
 from ndcompile.operators.host_copies import COPIED
-from ndcompile.torch_private import (
+from ndcompile.private.inductor import (
     CustomPartitionerFn,
     get_hash_for_files,
     make_boxed_func,
@@ -37,7 +37,9 @@ LOWERING_SOURCES = tuple(
         "operators/random_ops",
         "operators/redistribute",
         "operators/weight_shards",
-        "torch_private",
+        "private/distributed",
+        "private/inductor",
+        "private/tracing",
     )
 )
 

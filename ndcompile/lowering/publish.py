@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from ndcompile.graphs.dump import dump
-from ndcompile.torch_private import trace_structured
+from ndcompile.private.inductor import trace_structured
 
 _logger = logging.getLogger("ndcompile.passes")
 

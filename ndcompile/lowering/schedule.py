@@ -18,7 +18,7 @@ from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
 from ndcompile.passes import pipeline_matmuls as pipeline
 from ndcompile.passes import reuse_layers as reuse
-from ndcompile.torch_private import CustomGraphPass, get_hash_for_files
+from ndcompile.private.inductor import CustomGraphPass, get_hash_for_files
 
 PIPELINE = "pipeline_matmuls"
 """The one of the passes that needs a process group, and runs only if it is given one."""

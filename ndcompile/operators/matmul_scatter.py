@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ndcompile.operators.redistribute import Step, reduce_scatter
-from ndcompile.torch_private import produce_and_exchange, resolve_process_group
+from ndcompile.private.distributed import produce_and_exchange, resolve_process_group
 
 
 def _at_once(tokens: Sequence[Tensor], weights: Sequence[Tensor], dim: int, group: str, dtype: torch.dtype) -> Tensor:

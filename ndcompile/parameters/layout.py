@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 Interval = tuple[int, int]
 """Half-open range of global indices along one dim."""

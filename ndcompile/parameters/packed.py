@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from ndcompile.errors import UnsupportedError
 from ndcompile.parameters.layout import Box, boxes, narrow
-from ndcompile.torch_private import NO_OFFSETS, StridedShard, without_torch_function
+from ndcompile.private.distributed import NO_OFFSETS, StridedShard
+from ndcompile.private.tracing import without_torch_function
 
 
 def of_placements(tensor: DTensor) -> DTensor:

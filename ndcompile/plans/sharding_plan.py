@@ -24,7 +24,7 @@ from ndcompile.plans.styles import STYLES
 from ndcompile.plans.tp_limits import check_tp
 from ndcompile.plans.transformers_plan import resolve_plans
 from ndcompile.plans.user_plan import resolve_user_plan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 KEEP, FREE = "keep_full_weight", "free_full_weight"
 

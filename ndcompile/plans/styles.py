@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 PACKED_PARTS = 2
 """Fused gate and up projections: each half is sharded by itself."""

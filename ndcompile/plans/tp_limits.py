@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ndcompile.errors import PlanError
 from ndcompile.plans.styles import STYLES
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 PADDED_STYLES = {style for style in STYLES if style.startswith(("colwise", "rowwise", "embedding"))}
 """Padding these with zeros changes nothing: a rowwise weight multiplies what a padded colwise row gives by zero."""

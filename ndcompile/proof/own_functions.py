@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ndcompile.private.tracing import autograd_function_of, make_fx
 from ndcompile.proof.use import Use, shape, tensor_of
-from ndcompile.torch_private import autograd_function_of, make_fx
 
 COPIES = ("detach", "alias", "clone", "_to_copy", "ones_like", "zeros_like", "view", "getitem")
 """Operators without a tag that leave every element in its place, where operands and result have one shape."""

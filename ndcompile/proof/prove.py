@@ -14,6 +14,7 @@ from ndcompile.capture.graph_input import COORDINATE, HELD, PARAMETER, SEEDS
 from ndcompile.operators.host_copies import to_device
 from ndcompile.operators.redistribute import average_gradient, divide_gradient, redistribute, unshard
 from ndcompile.plans.sharding_plan import ShardingPlan
+from ndcompile.private.distributed import StridedShard
 from ndcompile.proof.fact import (
     EXCHANGED,
     INVARIANT,
@@ -30,7 +31,6 @@ from ndcompile.proof.moves import own
 from ndcompile.proof.problem import Problem, exchanged, module_of
 from ndcompile.proof.rules import RULES, Row, otherwise
 from ndcompile.proof.use import Twins, Use, cut_dim, tensor_of
-from ndcompile.torch_private import StridedShard
 from ndcompile.verify.sharded_dims import side_by_side
 from ndcompile.verify.type_inference import moves_over, written_memory
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ndcompile.private.tracing import size_hint
 from ndcompile.proof.fact import KEEP_WHOLE, Fact, NotProven
-from ndcompile.torch_private import size_hint
 from ndcompile.verify.sharded_dims import argument
 
 Twins = Mapping[fx.Node, fx.Node]

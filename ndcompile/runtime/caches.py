@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticLayer
 
 from ndcompile.errors import UnsupportedError
-from ndcompile.transformers_private import CACHE_COUNTS, CACHE_LENGTHS, CACHE_SIZES, SEEN_TOKENS
+from ndcompile.private.transformers import CACHE_COUNTS, CACHE_LENGTHS, CACHE_SIZES, SEEN_TOKENS
 
 CAPACITY = "max_cache_len"
 MARK = "ndcompile_shards"

@@ -25,13 +25,13 @@ from ndcompile.capture.signature import model_state
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.reduce_statistics import reduce_statistics
+from ndcompile.private.dynamo import compiled_frame, dynamo_fake_mode, patch_dynamo_config
+from ndcompile.private.transformers import CACHE_NAMES
 from ndcompile.progress import stages
 from ndcompile.proof.check import Prover
 from ndcompile.proof.made import run_marked
 from ndcompile.runtime.compiled_model import CompiledModel, Signature
 from ndcompile.runtime.repeated_options import check_repeated
-from ndcompile.torch_private import compiled_frame, dynamo_fake_mode, patch_dynamo_config
-from ndcompile.transformers_private import CACHE_NAMES
 
 STATE = ("requires_grad", "dtypes", "attention", "experts", "outputs")
 """What the graph depends on and Dynamo, which sees stand-ins, does not watch."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import StaticCache
 
 from ndcompile.errors import UnsupportedError
+from ndcompile.private.transformers import PREPARE_STATIC_CACHE, STATIC_CACHE_SHAPE, SWITCH_FOR_DECODING
 from ndcompile.runtime.compiled_model import CompiledModel
-from ndcompile.transformers_private import PREPARE_STATIC_CACHE, STATIC_CACHE_SHAPE, SWITCH_FOR_DECODING
 
 
 def generate(compiled: CompiledModel, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from ndcompile.capture.graph_input import ARGUMENT, BUFFER, CACHE, COORDINATE, PARAMETER, VARYING_CACHE, GraphInput
-from ndcompile.transformers_private import CACHE_NAMES
+from ndcompile.private.transformers import CACHE_NAMES
 
 REPEATABLE = frozenset({PARAMETER, BUFFER, COORDINATE, CACHE, VARYING_CACHE, ARGUMENT})
 """Kinds of inputs of a program that can be run again without asking for them anew."""

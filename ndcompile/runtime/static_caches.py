@@ -18,8 +18,8 @@ from ndcompile.capture.capture import Captured
 from ndcompile.errors import UnsupportedError
 from ndcompile.mesh import StorageMesh
 from ndcompile.plans.sharding_plan import ShardingPlan
+from ndcompile.private.transformers import CACHE_LENGTHS, CACHE_MEMORY
 from ndcompile.runtime.caches import CAPACITY, EMPTY, MARK, CacheShards
-from ndcompile.transformers_private import CACHE_LENGTHS, CACHE_MEMORY
 from ndcompile.verify.type_inference import varying_over_tp
 
 

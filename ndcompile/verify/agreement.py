@@ -25,7 +25,7 @@ from ndcompile.errors import AgreementError
 from ndcompile.mesh import StorageMesh, leave_groups
 from ndcompile.operators.chunked_loss import vocabulary_loss
 from ndcompile.operators.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
-from ndcompile.torch_private import default_store
+from ndcompile.private.distributed import default_store
 
 T = TypeVar("T")
 

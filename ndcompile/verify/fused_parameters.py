@@ -12,7 +12,7 @@ from torch import fx
 
 from ndcompile.capture.graph_input import PARAMETER
 from ndcompile.plans.sharding_plan import ShardingPlan
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 from ndcompile.verify.sharded_dims import SPLITS, Dims
 
 

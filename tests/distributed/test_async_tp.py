@@ -22,7 +22,7 @@ import ndcompile
 from ndcompile.errors import UnsupportedError
 from ndcompile.lowering.async_tp import check_async_tp
 from ndcompile.model_calls import compiled_model
-from ndcompile.torch_private import fused_all_gather_matmul
+from ndcompile.private.distributed import fused_all_gather_matmul
 
 ONE = {"num_hidden_layers": 1}
 SEQUENCE_PARALLEL = {"distributed_config": {"enable_sequence_parallel": True}}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 import ndcompile
-from ndcompile.torch_private import StridedShard
+from ndcompile.private.distributed import StridedShard
 
 LIMIT = 1e-5
 """Largest error of a float32 tensor, by `error`."""

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from ndcompile.torch_private import launch_empty_grids, two_dimensional_grid
+from ndcompile.private.inductor import launch_empty_grids, two_dimensional_grid
 
 
 def test_a_kernel_over_no_rows_launches_no_block():
