@@ -233,9 +233,10 @@ def _mesh_of(ranks: torch.Tensor, names: tuple[str, ...], device_type: str, expe
 
 
 def leave_groups(mesh: StorageMesh) -> None:
-    """Close this rank's connections of every axis, so that ranks that wait for it in a collective fail at once.
+    """Close this rank's connections of every axis, so that ranks that wait for it in a collective of gloo fail at once.
 
-    The mesh and its models are of no use afterwards. gloo has no abort: it closes when nothing refers to the group.
+    NCCL lets them wait for the time-out of the group: a kernel that has begun does not see that its peer left. The mesh
+    and its models are of no use afterwards. gloo has no abort: it closes when nothing refers to the group.
     """
     for world in _worlds.values():
         for key in [key for key, other in world.meshes.items() if other is mesh]:
