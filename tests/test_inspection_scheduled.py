@@ -6,6 +6,7 @@ from collections import Counter
 
 import models
 import pytest
+from matrix import sampled_rows
 from transformers.distributed import DistributedConfig
 
 import ndcompile
@@ -25,7 +26,6 @@ CASES = [
     ("deepseek_v3", {"fsdp": 4, "tp": 2, "ep": 4}, {}),  # writes into slices, which autograd undoes outside of modules
     ("qwen3_moe", {"fsdp": 4, "tp": 2, "ep": 4}, {}),
 ]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 def traced_step(name: str, sizes: dict[str, int], whole: bool = False, **overrides):
@@ -33,7 +33,7 @@ def traced_step(name: str, sizes: dict[str, int], whole: bool = False, **overrid
     return trace(model, ONE | sizes, DistributedConfig(), batch_size=2, seq_len=16, whole=whole, proven=False)
 
 
-@pytest.mark.parametrize(("name", "sizes", "overrides"), [*CASES[:4], *SLOW[4:]])
+@pytest.mark.parametrize(("name", "sizes", "overrides"), sampled_rows(CASES, 0, 3))
 def test_the_graphs_of_layers_traced_once_become_those_of_all_layers(name, sizes, overrides):
     once, every = (traced_step(name, sizes, whole, **overrides) for whole in (False, True))
     for backward, graph in ((False, every.forward.graph), (True, every.backward.graph)):
@@ -51,7 +51,7 @@ def _described(graph) -> Counter:
     )
 
 
-@pytest.mark.parametrize(("name", "sizes", "overrides"), [*CASES[:2], *SLOW[2:]])
+@pytest.mark.parametrize(("name", "sizes", "overrides"), sampled_rows(CASES, 0))
 def test_the_time_of_layers_traced_once_is_that_of_all_layers(name, sizes, overrides):
     model = models.on_meta(name, num_hidden_layers=6, **overrides)
     config = {f"{axis}_size": size for axis, size in sizes.items()}

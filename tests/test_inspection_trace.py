@@ -50,7 +50,7 @@ def _figures(name: str, config: dict, layers: int, whole: bool) -> dict:
     [
         ("llama", {"fsdp_size": 4, "tp_size": 2}, 3),
         pytest.param("gemma2", {"fsdp_size": 4}, 7, marks=pytest.mark.slow),
-        ("qwen3_moe", {"fsdp_size": 4, "tp_size": 2, "ep_size": 4}, 3),
+        pytest.param("qwen3_moe", {"fsdp_size": 4, "tp_size": 2, "ep_size": 4}, 3, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"fsdp_size": 2, "ep_size": 2}, 5, marks=pytest.mark.slow),
     ],
 )
