@@ -7,6 +7,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ndcompile
 from ndcompile.graphs.dump import dump
 from ndcompile.lowering.own_memory import separate_gradients, wait_once
 
@@ -64,6 +65,35 @@ def test_views_are_copied_where_they_overlap(views, copies):
     graph = backward(parts)
     separate_gradients(graph)
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)) == copies
+
+
+def test_a_gradient_that_is_an_input_is_copied():
+    graph = backward(lambda call, gradient: [gradient, call(torch.ops.aten.t.default, (gradient,))])
+    separate_gradients(graph)
+    assert all(node.target is torch.ops.aten.clone.default for node in graph.output_node().all_input_nodes)
+
+
+class Sum(torch.nn.Module):
+    """Two parameters with the gradient of the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.one + self.two
+
+
+@pytest.mark.parametrize("lowering", ["eager", "aot_eager"])
+def test_gradients_in_memory_of_their_own_can_be_clipped(lowering):
+    model = ndcompile.compile(Sum(), backend=lowering)
+    given = torch.ones(4, 6)
+    model(torch.zeros(4, 6)).backward(given)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(float(norm), 48**0.5)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), torch.full((4, 6), 48**-0.5))
+    assert given.eq(1).all()
 
 
 def test_none_and_numbers_among_the_gradients_stay():

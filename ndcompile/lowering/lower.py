@@ -110,10 +110,16 @@ def left_out(inputs: Sequence[object]) -> Sequence[str]:
 
 
 def _as_captured(module: fx.GraphModule) -> Compiled:
-    """The graph under the autocast state of now: without AOTAutograd casts are no nodes."""
+    """The graph under the autocast state of now: without AOTAutograd casts are no nodes.
+
+    Autograd hands one tensor to all operands of a sum: a copy keeps gradients in memory of their own (`own_memory.py`).
+    """
     states = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST]
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
+        for each in inputs:
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                each.register_hook(torch.clone)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # the graph may switch it
             for device, enabled, dtype in states:

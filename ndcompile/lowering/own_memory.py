@@ -30,7 +30,7 @@ def wait_once(graph: fx.Graph) -> None:
 
 
 def separate_gradients(backward: fx.Graph) -> None:
-    """Copy a gradient that shares memory with one before it.
+    """Copy a gradient that shares memory with one before it, or with an input, such as the caller's own tensor.
 
     Before:  w = wait(all_reduce(g));  return (w, w)
     After:   w = wait(all_reduce(g));  c = clone(w);  return (w, c)
@@ -40,9 +40,9 @@ def separate_gradients(backward: fx.Graph) -> None:
     for index, node in enumerate(results):
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             continue
-        extents = taken.setdefault(owner_of(node), [])
-        extent = _extent(node.meta["val"])
-        if any(_overlap(extent, other) for other in extents):
+        owner, extent = owner_of(node), _extent(node.meta["val"])
+        extents = taken.setdefault(owner, [])
+        if owner.op == "placeholder" or any(_overlap(extent, other) for other in extents):
             with backward.inserting_before(backward.output_node()):
                 results[index] = call(backward, torch.ops.aten.clone.default, (node,), like=node)
         else:
