@@ -25,7 +25,7 @@ def _types(name: str, layers: int) -> dict:
     return {"layer_types": ["sliding_attention", "full_attention"] * layers} if name == "gemma2" else {}
 
 
-def _figures(name: str, config: dict, layers: int, whole: bool) -> dict:
+def _figures(name: str, config: dict, layers: int, whole: bool, checkpointing: bool = False) -> dict:
     """What is scaled from the traced layers."""
     report = ndcompile.plan(
         models.config(name, num_hidden_layers=layers, **_types(name, layers)),
@@ -33,6 +33,7 @@ def _figures(name: str, config: dict, layers: int, whole: bool) -> dict:
         batch_size=2,
         seq_len=16,
         whole=whole,
+        gradient_checkpointing=checkpointing,
     ).report
     compute = {figure.name: figure.value for figure in report.compute if "FLOPs" in figure.name}
     return {
@@ -56,6 +57,16 @@ def _figures(name: str, config: dict, layers: int, whole: bool) -> dict:
 )
 def test_figures_of_layers_traced_once_equal_those_of_all_layers(name, config, layers):
     assert _figures(name, config, layers, whole=False) == _figures(name, config, layers, whole=True)
+
+
+def test_of_checkpointed_layers_the_one_before_the_last_stands_for_the_others():
+    """The last saves less and computes more again than they."""
+    model = models.on_meta("llama", num_hidden_layers=6)
+    model.gradient_checkpointing_enable()
+    plan = build_plan(copy_without_weights(model), MESH, DistributedConfig())
+    assert stack_of(model, plan).counts == {0: 1, 4: 4, 5: 1}
+    once, every = (_figures("llama", {"fsdp_size": 4, "tp_size": 2}, 6, whole, True) for whole in (False, True))
+    assert once == every
 
 
 @pytest.mark.parametrize(

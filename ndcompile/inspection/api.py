@@ -33,6 +33,7 @@ from ndcompile.inspection.source import model_of
 from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, collective_times, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
+from ndcompile.plans.given_config import config_of
 from ndcompile.plans.plan_table import exchange_lines
 from ndcompile.refusals import check_model
 
@@ -182,18 +183,7 @@ def _config(model: PreTrainedModel, given: DistributedConfig | dict[str, Any] | 
     config = given if given is not None else getattr(model.config, "distributed_config", None)
     if config is None:
         return DistributedConfig()
-    if isinstance(config, DistributedConfig):
-        return config
-    known = [f.name for f in dataclasses.fields(DistributedConfig)]
-    if unknown := sorted(set(config) - set(known)):
-        raise MeshError(
-            f"distributed_config has unknown keys {unknown}. Axes: dp_replicate_size, fsdp_size, tp_size, ep_size. "
-            f"Other keys: {sorted(name for name in known if not name.endswith('_size'))}."
-        )
-    try:
-        return DistributedConfig.from_dict(config)
-    except ValueError as error:
-        raise MeshError(f"distributed_config cannot be used: {error}") from error
+    return config_of(config)
 
 
 def _sizes(config: DistributedConfig, world_size: int | None) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Which layers of a model need to be traced: most are alike, and a trace of one tells the cost of all.
 
 Layers of a stack that repeat a unit are traced as two units, the last of which stands for all but the first. The first
-stays apart because what all layers share (masks, parts of rotary embeddings) is computed in it, once.
+stays apart because what all layers share (masks, parts of rotary embeddings) is computed in it, once. Of checkpointed
+layers the last unit stays apart too, and the one before it stands for the others: a layer saves its input for the
+next one's, while what follows the last is not checkpointed.
 """
 
 from __future__ import annotations
@@ -61,12 +63,13 @@ def stack_of(model: nn.Module, plan: ShardingPlan, whole: bool = False) -> Layer
     if not path:
         return LayerStack("", {}, {})
     counts, represents = dict.fromkeys(range(len(layers)), 1), {i: i for i in range(len(layers))}
+    behind = int(any(getattr(module, "gradient_checkpointing", False) for module in model.modules()))
     for start, period, units in [] if whole else _repeats(layer_kinds(model, path, layers, plan), 0, len(layers)):
-        last = start + (units - 1) * period
+        last = start + (units - 1 - behind) * period
         for index in range(start + period, last):
             represents[index] = last + (index - start) % period
             del counts[index]
-        counts.update(dict.fromkeys(range(last, last + period), units - 1))
+        counts.update(dict.fromkeys(range(last, last + period), units - 1 - behind))
     return LayerStack(path, counts, represents)
 
 

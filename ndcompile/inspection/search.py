@@ -142,7 +142,8 @@ class _Part:
         plan = build_plan(copy_without_weights(model), dataclasses.asdict(Layout(1, 1, 1)), DistributedConfig())
         stack = stack_of(small, plan)
         keep_traced(small, stack)
-        return cls(model, small, stack, frozenset(n for n, p in model.named_parameters() if not p.requires_grad))
+        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+        return cls(copy_without_weights(model), small, stack, frozen)
 
     @property
     def has_experts(self) -> bool:

@@ -21,6 +21,7 @@ from ndcompile.loader.rank_reads import ReadPlan, rank_reads
 from ndcompile.loader.source import resolve_source
 from ndcompile.loader.synthetic import synthetic_catalog
 from ndcompile.mesh import check_expert_size
+from ndcompile.plans.given_config import config_of
 from ndcompile.plans.packed_repair import repaired_plan
 from ndcompile.plans.sharding_plan import ShardingPlan
 
@@ -86,7 +87,7 @@ def plan_loading(
 def _build(
     model: PreTrainedModel, sizes: Mapping[str, int], given: DistributedConfig | dict[str, Any] | None
 ) -> ShardingPlan:
-    config = DistributedConfig.from_dict(given) if isinstance(given, dict) else given or DistributedConfig()
+    config = config_of(given or {})
     full = {"dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1, **sizes}
     if unknown := full.keys() - {"dp_replicate", "fsdp", "tp", "ep"}:
         raise MeshError(f"sizes has unknown axes {sorted(unknown)}. Use dp_replicate, fsdp, tp and ep.")

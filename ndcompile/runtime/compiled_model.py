@@ -92,9 +92,9 @@ class CompiledModel:
             return self._returned(self.replay.program, self._run(self.replay.program, inputs), self.replay.cache)
         try:
             call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
+            self.store.current()
         except Exception as error:  # the others may have bound theirs, such as a batch that is not empty
             self.agreement.refuse(error)
-        self.store.current()
         if call.cache is not None and call.cache.static:
             call = replace(call, cache=self._with_memory(call, call.cache))
         program = self._program(call)

@@ -11,6 +11,7 @@ from transformers.distributed import DistributedConfig
 
 from ndcompile.byte_sizes import parse_bytes
 from ndcompile.errors import NdcompileError
+from ndcompile.plans.given_config import config_of
 
 
 def check_repeated(given: Mapping[str, Any], prepared: Mapping[str, Any]) -> None:
@@ -31,12 +32,8 @@ def _meaning(name: str, value: Any) -> Any:
     return value if value is None or name not in _MEANINGS else _MEANINGS[name](value)
 
 
-def _config(value: Any) -> Any:
-    return DistributedConfig.from_dict(value) if isinstance(value, dict) else value
-
-
 _MEANINGS: dict[str, Callable[[Any], Any]] = {
-    "distributed_config": _config,
+    "distributed_config": config_of,
     "checkpoint": lambda value: os.path.normpath(os.fspath(value)),
     "disable_passes": frozenset,
     "memory_budget": parse_bytes,

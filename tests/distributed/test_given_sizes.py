@@ -52,3 +52,9 @@ def test_sizes_that_were_given_must_agree(ranks, config):
     for kind, message in ranks.errors(_compile, config):
         assert kind == "MeshError"
         assert "The mesh has dp_replicate=1, fsdp=2, tp=2, ep=1, but distributed_config asks for" in message
+
+
+def test_a_misspelled_key_is_refused(ranks):
+    for kind, message in ranks.errors(_compile, {"tp_plann": RULES}):
+        assert kind == "MeshError"
+        assert "distributed_config has unknown keys ['tp_plann']" in message

@@ -96,3 +96,21 @@ def test_options_that_disagree_on_one_rank_end_all(world):
     finally:
         pool.stop()
     assert all("options['lowering'] of torch.compile is 'inductor'" in message for _, message in errors)
+
+
+def _replaced_on_one():
+    model = _model(FSDP2, False)
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    _step(model, 2)
+    if dist.get_rank() == LAST:
+        model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
+    _step(model, 2)
+
+
+def test_a_parameter_replaced_on_one_rank_ends_all(world):
+    pool = world(2)
+    try:
+        errors = pool.errors(_replaced_on_one, timeout=40)
+    finally:
+        pool.stop()
+    assert all("model.norm.weight" in message for _, message in errors)
