@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from golden_text import golden_torch
 from matrix import sampled_rows
-from test_graphs import GOLDEN, GOLDEN_TORCH
+from test_graphs import GOLDEN
 from transformers import PreTrainedModel
 from workers import Layout, size
 
@@ -96,7 +97,7 @@ def test_collectives_and_host_reads_of_a_moe_layer_are_a_closed_form(world, layo
     assert world(size(layout))(_layer_cost, layout, implementation)[0] == _expected(layout, implementation)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+@golden_torch
 def test_golden_graph_of_lowered_experts(world):
     """UPDATE_GOLDEN=1 writes the file anew; read the difference."""
     text = world(2)(_text, (("ep", 2),))[0]

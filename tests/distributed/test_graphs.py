@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from golden_text import golden_torch
 from matrix import sampled_rows
 from workers import FSDP2_TP2, FSDP4, REPLICATE2_FSDP2, REPLICATE2_TP2, TP2, size
 
@@ -22,8 +23,6 @@ from ndcompile.graphs.dump import dump
 from ndcompile.model_calls import compiled_model
 from ndcompile.pipeline import pass_names, run_passes
 
-GOLDEN_TORCH = "2.13"
-"""Decompositions and traced operators change between releases of torch; the files are those of the pinned one."""
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
@@ -52,7 +51,7 @@ def _stages(layout):
     return "\n\n".join(stage.rstrip() for stage in stages) + "\n"
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(GOLDEN_TORCH), reason=f"golden files are of torch {GOLDEN_TORCH}")
+@golden_torch
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("llama_tp2", TP2), ("llama_fsdp2", (("fsdp", 2),)), ("llama_replicate2_fsdp2", REPLICATE2_FSDP2)],
