@@ -119,7 +119,7 @@ def _as_captured(module: fx.GraphModule) -> Compiled:
     def run(*inputs: Tensor) -> Sequence[Tensor]:
         for each in inputs:
             if isinstance(each, Tensor) and each.grad_fn is not None:
-                each.register_hook(torch.clone)
+                each.register_hook(_copy)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))  # the graph may switch it
             for device, enabled, dtype in states:
@@ -127,6 +127,11 @@ def _as_captured(module: fx.GraphModule) -> Compiled:
             return module(*inputs)
 
     return run
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    """A copy. Autograd calls hooks with None too, for an input that no output's gradient reaches."""
+    return None if gradient is None else gradient.clone()
 
 
 def no_autocast() -> ExitStack:
