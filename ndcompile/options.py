@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ndcompile.byte_sizes import parse_bytes
 from ndcompile.lowering.lower import BACKENDS
-from ndcompile.pipeline import check_disabled
+from ndcompile.pipeline import passes_of
 from ndcompile.proof.check import check_mode
 
 
@@ -52,7 +52,6 @@ def checked_options(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     if budget is not None and backend == "eager":
         raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
-    check_disabled(disable_passes)
     check_mode(verify)
-    passes = frozenset(disable_passes)
+    passes = passes_of(disable_passes)
     return Options(backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget, async_tp)

@@ -80,4 +80,4 @@ def test_cached_code_of_other_passes_is_not_used():
 
 def test_the_error_of_an_unknown_pass_names_them():
     with pytest.raises(ValueError, match="bucket_collectives"):
-        ndcompile.pipeline.check_disabled(["bucketing"])
+        ndcompile.pipeline.passes_of(["bucketing"])
