@@ -27,7 +27,7 @@ SUMMARIES = {("bool", True), ("bool", False), ("all", True), ("any", False)}
 """Calls that ask for the truth of each operand, and the truth that they all must have for theirs to be it."""
 
 
-def failed_check(graph: fx.Graph, error: RuntimeError) -> str | None:
+def failed_check(graph: fx.Graph, error: Exception) -> str | None:
     """The message of the check that `error` is about, if it is. Inductor raises the condition alone, in symbols."""
     for node in graph.find_nodes(op="call_function", target=CHECK):
         condition: Any = node.args[0]

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch._dynamo import patch_dynamo_config
+from torch._dynamo import error_on_graph_break, patch_dynamo_config
+from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
+from ndcompile.errors import NdcompileError
 from ndcompile.private.tracing import FakeTensorMode, TracingContext
+
+
+class RefusedCall(ShortenTraceback, NdcompileError):
+    """Raised while Dynamo traces: it reaches the caller as it is. After an error of another class Dynamo, without
+    fullgraph=True, would leave the traced function to Python, for all later calls too."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
 
 
 def example_of(placeholder: torch.fx.Node) -> object:
@@ -41,8 +51,10 @@ def dynamo_fake_mode() -> FakeTensorMode:
 
 
 __all__ = [
+    "RefusedCall",
     "compiled_frame",
     "dynamo_fake_mode",
+    "error_on_graph_break",
     "example_of",
     "holds_float",
     "is_checkpoint",

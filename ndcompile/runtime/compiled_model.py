@@ -27,7 +27,7 @@ from ndcompile.capture.capture import Captured, capture
 from ndcompile.capture.loss_only import drop_logits, explain_logits
 from ndcompile.capture.shadow import Shadow
 from ndcompile.capture.signature import checkpointed_layers, describe, layers_of, model_state
-from ndcompile.errors import AgreementError, RoutingError
+from ndcompile.errors import AgreementError
 from ndcompile.graphs.pass_context import PassContext
 from ndcompile.graphs.recompute_choice import Choice, Stages, common
 from ndcompile.lowering.async_tp import check_has_products, connect
@@ -90,11 +90,9 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.replay is not None and not args and (inputs := self.replay.again(kwargs)) is not None:
             return self._returned(self.replay.program, self._run(self.replay.program, inputs), self.replay.cache)
-        try:
+        with self.agreement.refusing():  # the others may have bound theirs, such as a batch that is not empty
             call = bind(self.__signature__, args, kwargs, getattr(self.model, "config", None))
             self.store.current()
-        except Exception as error:  # the others may have bound theirs, such as a batch that is not empty
-            self.agreement.refuse(error)
         if call.cache is not None and call.cache.static:
             call = replace(call, cache=self._with_memory(call, call.cache))
         program = self._program(call)
@@ -141,26 +139,25 @@ class CompiledModel:
 
     def _ready(self, program: Program, arguments: Sequence[Any], cached: Mapping[str, Any]) -> list[Any]:
         """The program's inputs, after what it writes into parameters."""
-        for write in program.captured.parameter_writes:
-            write(self.store.local_tensor(write.fqn))
-        return self.arguments.of(program.inputs, arguments, cached, self.seeds)
+        with self.agreement.refusing():
+            for write in program.captured.parameter_writes:
+                write(self.store.local_tensor(write.fqn))
+            return self.arguments.of(program.inputs, arguments, cached, self.seeds)
 
     def _run(self, program: Program, inputs: list[Any]) -> list[Any]:
+        self.agreement.still_here()
         try:
             with no_autocast():
                 outputs = list(program.run(*inputs))
             if self.offloads:
                 finish(self.mesh.device)  # whoever writes to a parameter now must not meet a copy of it
             return outputs
-        except RoutingError as error:
-            self.agreement.give_up(f"rank {dist.get_rank()}: {error}", error)
-        except RuntimeError as error:  # a lost connection, if a rank gave up
-            if (reason := self.agreement.peer_gave_up()) is not None:
-                self.agreement.leave()  # for ranks that have no group with the one that gave up
-                raise AgreementError(f"A rank left: {reason}") from error
+        except Exception as error:
             if (message := failed_check(program.captured.module.graph, error)) is not None:
-                raise RuntimeError(message) from error
-            raise
+                error = RuntimeError(message).with_traceback(error.__traceback__)
+            if not program.has_collectives:
+                raise error
+            self.agreement.broke_off(error)
 
     def _program(self, call: Call) -> Program:
         """The graph that serves this call."""
@@ -255,7 +252,8 @@ class CompiledModel:
         run = run if fixed is None else Recorded(run, what)
         seconds = {"passes": transformed - started, "lowering": perf_counter() - transformed}
         inputs = [node.meta["input"] for node in captured.placeholders]
-        return Program(captured, run, graphs, inputs, cache_shards(captured, whole, self.plan, self.mesh), seconds)
+        shards = cache_shards(captured, whole, self.plan, self.mesh)
+        return Program(captured, run, graphs, inputs, bool(lines), shards, seconds)
 
     def _beside_products(self, captured: Captured) -> str | None:
         """The process group whose collectives run beside matrix products, if any, with its symmetric memory open."""

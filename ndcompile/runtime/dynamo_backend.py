@@ -25,7 +25,13 @@ from ndcompile.capture.signature import model_state
 from ndcompile.errors import NdcompileError, UnsupportedError
 from ndcompile.passes.complete_boundaries import complete_boundaries
 from ndcompile.passes.reduce_statistics import reduce_statistics
-from ndcompile.private.dynamo import compiled_frame, dynamo_fake_mode, patch_dynamo_config
+from ndcompile.private.dynamo import (
+    RefusedCall,
+    compiled_frame,
+    dynamo_fake_mode,
+    error_on_graph_break,
+    patch_dynamo_config,
+)
 from ndcompile.private.transformers import CACHE_NAMES
 from ndcompile.progress import stages
 from ndcompile.proof.check import Prover
@@ -38,7 +44,7 @@ STATE = ("requires_grad", "dtypes", "attention", "experts", "outputs")
 
 
 def backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str = ""
 ) -> Callable[..., Sequence[Any]]:
     """The torch.compile backend, found by its name through the entry points of `torch_dynamo_backends`.
 
@@ -58,10 +64,10 @@ def backend(
             f"The compiled function calls {len(owners)} prepared models. Compile each of them by itself."
         )
     prepared = owners[0]
-    try:
+    with prepared.compiled.agreement.refusing():  # the others may have been given options that agree
+        if mode:
+            raise NdcompileError(f"mode={mode!r} of torch.compile is one of inductor's own backend. {MODE}")
         check_repeated(options or {}, prepared.options)
-    except NdcompileError as error:  # the others may have been given options that agree
-        prepared.compiled.agreement.refuse(error)
     return prepared.compile(gm)
 
 
@@ -137,12 +143,10 @@ class Prepared:
 
         def run(*flat: Any) -> list[Any]:
             nonlocal unchecked
-            compiled.store.current()
-            if _state(compiled.model) != state:
-                raise NdcompileError(
-                    "requires_grad or dtype of parameters, or the config's implementations or outputs, changed after "
-                    "torch.compile traced the model. Call torch.compiler.reset(), so that it is traced again."
-                )
+            with agreement.refusing():
+                compiled.store.current()
+                if _state(compiled.model) != state:
+                    raise NdcompileError(CHANGED)
             arguments = [flat[position] for position in read.arguments]
             if unchecked:
                 tensors = {n: a for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)}
@@ -164,33 +168,41 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
         prepared.follow()
 
     @torch.compiler.assume_constant_result
-    def refused() -> None:
-        """Tells the other ranks when Dynamo traces an empty input, which no graph that it has takes."""
-        prepared.compiled.agreement.refused(EMPTY)
+    def refuse(kind: str, values: Sequence[object]) -> None:
+        """Ends the trace, and tells the other ranks: they may trace a call that is not refused, or have its graph."""
+        error = f"{kind}: {', '.join(map(str, values))}"
+        prepared.compiled.agreement.refused(error)
+        raise RefusedCall(error)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+            raise UnsupportedError(CACHE)
+        follow(tuple((module.training, getattr(module, "gradient_checkpointing", False)) for module in modules))
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor) and not value.numel():
+                raise ValueError(f"Empty input: argument {name!r} has no elements, so there is no step to compute.")
+        args, kwargs = tuple(map(_marked, args)), {name: _marked(value) for name, value in kwargs.items()}
+        with patch_dynamo_config(capture_scalar_outputs=True):  # the numbers of rows that ranks exchange
+            return shadow.module(*args, **kwargs)
 
     @functools.wraps(type(model).forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             raise NdcompileError(f"{type(model).__name__} was {PREPARED}")
-        if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHE_NAMES):
-            raise UnsupportedError(CACHE)
-        follow(tuple((module.training, getattr(module, "gradient_checkpointing", False)) for module in modules))
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and not value.numel():
-                refused()
-                raise ValueError(f"{EMPTY}: there is no step to compute. Shape: {tuple(value.shape)}.")
-        args, kwargs = tuple(map(_marked, args)), {name: _marked(value) for name, value in kwargs.items()}
-        with patch_dynamo_config(capture_scalar_outputs=True):  # the numbers of rows that ranks exchange
-            return shadow.module(*args, **kwargs)
+        with error_on_graph_break(True):
+            try:
+                return traced(*args, **kwargs)
+            except Exception as error:
+                refuse(type(error).__name__, error.args)
 
     # Dynamo keeps what it learned of sizes, and counts compilations, by a function's code, file, line and name: every
     # model needs a name of its own.
     unique = re.sub(r"\W", "_", f"forward_{prepared.compiled.agreement.prefix}")
-    traced: Any = forward
-    traced.__code__ = traced.__code__.replace(co_name=unique)
-    traced.prepared = prepared
-    traced.__signature__ = inspect.signature(type(model).forward.__get__(model))
-    return traced
+    found: Any = forward
+    found.__code__ = found.__code__.replace(co_name=unique)
+    found.prepared = prepared
+    found.__signature__ = inspect.signature(type(model).forward.__get__(model))
+    return found
 
 
 def _marked(value: Any) -> Any:
@@ -200,10 +212,14 @@ def _marked(value: Any) -> Any:
     return torch.ops.ndcompile.needs_backend.default(value)
 
 
-EMPTY = "Empty input"
 PREPARED = (
     'prepared for torch.compile. Call it through torch.compile(model, backend="ndcompile"); or use ndcompile.compile '
     "instead of ndcompile.prepare."
+)
+MODE = "Leave it out: `lowering` of ndcompile.prepare, or `cuda_graphs` of ndcompile.compile, is what it has instead."
+CHANGED = (
+    "requires_grad or dtype of parameters, or the config's implementations or outputs, changed after torch.compile "
+    "traced the model. Call torch.compiler.reset(), so that it is traced again."
 )
 CACHE = "A prepared model has no key-value cache: call it without cache and use_cache. ndcompile.compile has one."
 

@@ -24,6 +24,7 @@ class Program:
     run: Compiled
     graphs: Partitioner
     inputs: list[GraphInput]
+    has_collectives: bool
     shards: CacheShards = field(default_factory=CacheShards)
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -77,6 +77,12 @@ class Agreement:
             return None
         return self._store.get("gave up").decode()
 
+    def still_here(self) -> None:
+        """Raises AgreementError where this rank left the mesh's groups before."""
+        if self.left:
+            reason = self.peer_gave_up()
+            raise AgreementError(f"The ranks of this model left its process groups: {reason}. Compile the model anew.")
+
     @property
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, default_store())
@@ -105,9 +111,23 @@ class Agreement:
     def give_up(self, reason: str, error: Exception) -> NoReturn:
         """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
         if not self.alone:
-            self._store.set("gave up", reason)
+            with suppress(dist.DistNetworkError):  # the host of the store has ended, and so will whoever waits
+                self._store.set("gave up", reason)
             self.leave()
         raise error
+
+    def broke_off(self, error: Exception) -> NoReturn:
+        """This rank stopped inside a graph with collectives, so those to come would pair with others than before.
+
+        A lost connection is an error of this rank, or all that it sees of one that gave up.
+        """
+        reason = None
+        with suppress(dist.DistNetworkError):
+            reason = self.peer_gave_up()
+        if reason is None:
+            self.give_up(f"rank {self.rank}: {type(error).__name__}: {error}", error)
+        self.leave()  # for ranks that have no group with the one that gave up
+        raise AgreementError(f"A rank left: {reason}") from error
 
     def leave(self) -> None:
         """Leave the groups, if this rank has not yet: whoever waits for it fails."""
@@ -115,10 +135,16 @@ class Agreement:
             self.left = True
             leave_groups(self.mesh)
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise `error`, for which this rank does not make a call; see `refused`."""
-        self.refused(f"{type(error).__name__}: {error}")
-        raise error
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What a rank does for a call by itself: an error in it means that this rank does not make the call."""
+        try:
+            yield
+        except AgreementError:  # all ranks have it
+            raise
+        except Exception as error:
+            self.refused(f"{type(error).__name__}: {error}")
+            raise
 
     def refused(self, what: str) -> None:
         """This rank does not make a call. Where no rank does, all may go on; else the others wait for this one, here or

@@ -1,5 +1,6 @@
 """`options` of torch.compile(model, backend="ndcompile") repeat the arguments of ndcompile.prepare, and must agree."""
 
+import os
 from pathlib import Path
 
 import models
@@ -98,3 +99,22 @@ def test_options_that_disagree_are_told_with_both(world, checkpoint, other):
     for message, name, parts in world(2)(_disagreement, checkpoint("llama", **ONE), other):
         assert f"options[{name!r}] of torch.compile is" in message
         assert all(part in message for part in parts), message
+
+
+def _mode(folder):
+    model = _prepared(folder, mesh=workers.mesh(FSDP2))
+    with pytest.raises(Exception, match="is one of inductor's own backend"):
+        torch.compile(model, backend="ndcompile", mode="reduce-overhead")(models.token_ids(2, 8))
+
+
+def test_a_mode_of_inductor_is_refused(world, checkpoint):
+    world(2)(_mode, checkpoint("llama", **ONE))
+
+
+def _relative(folder):
+    model = _prepared(folder, mesh=workers.mesh(FSDP2))
+    return _step(model, {"checkpoint": os.path.relpath(folder)})
+
+
+def test_a_relative_path_of_the_same_checkpoint_agrees(world, checkpoint):
+    assert all(moved > 0 for _, moved in world(2)(_relative, checkpoint("llama", **ONE)))

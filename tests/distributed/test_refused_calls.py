@@ -41,15 +41,15 @@ def _empty_on_one(layout, dynamo, before):
     _step(model, 0 if dist.get_rank() == LAST else 2)
 
 
-def _assert_told(world, layout, *args):
+def _assert_told(world, layout, call, *args, reason="Empty input"):
     """All ranks end well before the time-out of collectives, and name the rank and the reason."""
     pool = world(workers.size(layout))
     try:
-        errors = pool.errors(_empty_on_one, layout, *args, timeout=40)
+        errors = pool.errors(call, layout, *args, timeout=40)
     finally:
         pool.stop()  # its connections are closed
     for rank, (kind, message) in enumerate(errors):
-        assert "Empty input" in message
+        assert reason in message
         if rank != LAST:
             assert f"rank {LAST}: " in message
             assert "AgreementError" in kind + message
@@ -59,11 +59,30 @@ def _assert_told(world, layout, *args):
 @pytest.mark.parametrize("before", [0, 1])
 def test_an_empty_batch_on_one_rank_ends_all(world, dynamo, before):
     """The others wait in the agreement on a graph, or, where there is one, in its first collective."""
-    _assert_told(world, FSDP2, dynamo, before)
+    _assert_told(world, FSDP2, _empty_on_one, dynamo, before)
 
 
 def test_ranks_without_a_group_with_it_end_too(world):
-    _assert_told(world, FSDP2_TP2, False, 1)
+    _assert_told(world, FSDP2_TP2, _empty_on_one, False, 1)
+
+
+def _outside_of_the_vocabulary_on_one(layout, dynamo):
+    model = _model(layout, dynamo)
+    _step(model, 2)
+    ids = models.token_ids(2, 8)
+    if dist.get_rank() == LAST:
+        ids[0, 0] = 1_000_000
+    try:
+        model(input_ids=ids).logits.sum().backward()
+    except Exception:
+        with pytest.raises(ndcompile.NdcompileError, match=f"left its process groups: rank {LAST}: IndexError"):
+            _step(model, 2)
+        raise
+
+
+@FRONT_ENDS
+def test_an_error_of_one_rank_inside_a_graph_ends_all(world, dynamo):
+    _assert_told(world, FSDP2, _outside_of_the_vocabulary_on_one, dynamo, reason="index out of range")
 
 
 def _empty_on_all(dynamo):
@@ -73,6 +92,30 @@ def _empty_on_all(dynamo):
         with pytest.raises(Exception, match="Empty input"):
             _step(model, 0)
     return [*losses, _step(model, 2)]
+
+
+def _wrong_arguments(fullgraph):
+    model = models.build("llama", **ONE)
+    ndcompile.prepare(model, workers.mesh(FSDP2), lowering="eager")
+    ndcompile.init_weights(model, 0)
+    step = torch.compile(model, backend="ndcompile", fullgraph=fullgraph)
+    ids = models.token_ids(2, 8)
+    losses = [step(input_ids=ids, labels=ids).loss.item()]
+    for arguments, message in (
+        ({"input_ids": ids, "inputs_embeds": torch.zeros(2, 8, 64)}, "ValueError: You must specify exactly one of"),
+        ({"input_ids": ids[:0]}, "Empty input: argument 'input_ids'"),
+        ({"input_ids": ids, "use_cache": True}, "no key-value cache"),
+    ):
+        with pytest.raises(ndcompile.NdcompileError, match=message):
+            step(**arguments)
+        losses.append(step(input_ids=ids, labels=ids).loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_torch_compile_says_why_a_call_is_refused_and_takes_the_next(world, fullgraph):
+    for losses in world(2)(_wrong_arguments, fullgraph):
+        assert len(set(losses)) == 1
 
 
 @FRONT_ENDS
