@@ -162,3 +162,8 @@ def test_reading_the_state_changes_nothing(model):
     before = copy.deepcopy(model.config.to_dict())
     state(model)
     assert model.config.to_dict() == before
+
+
+def test_token_ids_that_are_no_tensor_are_named(model):
+    with pytest.raises(TypeError, match="input_ids is a list, not a tensor"):
+        bind(inspect.signature(model.forward), ([[1, 2]],), {})

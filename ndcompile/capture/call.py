@@ -124,6 +124,12 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, An
     tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
     if tokens is None:
         tokens = next((leaf for _, leaf in with_paths if isinstance(leaf, Tensor) and leaf.ndim > 1), None)
+    if tokens is not None and not isinstance(tokens, Tensor):
+        name = "input_ids" if "input_ids" in arguments else "inputs_embeds"
+        raise TypeError(
+            f"{name} is a {type(tokens).__name__}, not a tensor. Pass torch.tensor(...), or call the tokenizer with "
+            'return_tensors="pt".'
+        )
     batch, sequence = tuple(tokens.shape[:2]) if tokens is not None and tokens.ndim > 1 else (1, 1)
     if not batch or not sequence:
         raise ValueError(f"Empty input: batch {batch}, sequence length {sequence}.")

@@ -45,18 +45,19 @@ class Agreement:
         self.timeout = timeout
         self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
         self.captures = self.refusals = 0
+        self.last_signature: Sequence[str] = ()
         self.left = False
 
-    def exchange(self, key: str, value: Any, timeout: timedelta | None = None) -> list[Any]:
+    def exchange(self, key: str, value: Any, timeout: timedelta | None = None, about: str = "") -> list[Any]:
         """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come.
 
-        timeout: how long to wait for them, `self.timeout` by default.
+        timeout: how long to wait for them, `self.timeout` by default. about: what the error adds.
         """
         if self.alone:
             return [json.loads(json.dumps(value))]
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.world)]
-        self._wait(keys, key, timeout or self.timeout)
+        self._wait(keys, key, timeout or self.timeout, about)
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     @contextmanager
@@ -87,7 +88,7 @@ class Agreement:
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, default_store())
 
-    def _wait(self, keys: Sequence[str], exchange: str, timeout: timedelta) -> None:
+    def _wait(self, keys: Sequence[str], exchange: str, timeout: timedelta, about: str) -> None:
         """Poll: a blocking wait could not notice that a rank failed."""
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.001
         failed = f"{exchange.partition('/')[0]}/failed"
@@ -102,7 +103,7 @@ class Agreement:
                 reason = (
                     f"Rank {self.rank} waited {timeout} for ranks {missing} to reach {exchange!r}: they did not "
                     "make this call. All ranks must call the model in the same modes (train, eval, no_grad, autocast), "
-                    "with the same arguments, in the same order."
+                    f"with the same arguments, in the same order.{about}"
                 )
                 self.give_up(reason, AgreementError(reason))
             time.sleep(pause)
@@ -164,12 +165,12 @@ class Agreement:
             self.leave()
             return
 
-    def same(self, key: str, value: Sequence[str], what: str) -> None:
+    def same(self, key: str, value: Sequence[str], what: str, about: str = "") -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.
 
-        The error names the first line that differs and the ranks that have it.
+        The error names the first line that differs and the ranks that have it. about: see `exchange`.
         """
-        digests = self.exchange(f"{key}/digest", _digest(value))
+        digests = self.exchange(f"{key}/digest", _digest(value), about=about)
         if len(set(digests)) == 1:
             return
         lines = self.exchange(f"{key}/lines", list(value))
@@ -187,7 +188,10 @@ class Agreement:
         """
         self.captures += 1
         key = f"capture{self.captures}"
-        self.same(f"{key}/signature", signature, "the signature of the call")
+        new = [line for line in signature if line not in self.last_signature] if self.last_signature else []
+        about = f" New in the call of rank {self.rank}: {'; '.join(new)}." if new else ""
+        self.same(f"{key}/signature", signature, "the signature of the call", about)
+        self.last_signature = signature
         return self.same_inputs(key, inputs, seed)
 
     def same_inputs(self, key: str, inputs: Mapping[str, Tensor], seed: int) -> int:

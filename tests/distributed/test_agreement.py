@@ -67,6 +67,7 @@ def test_a_new_signature_on_one_rank_only_releases_the_others(world):
     assert kind == "AgreementError"
     assert "Rank 0 waited 0:00:03 for ranks [1] to reach 'capture2/signature/digest'" in message
     assert "train, eval, no_grad" in message
+    assert "grad: False" in message.partition("New in the call of rank 0: ")[2]
     assert other in ("AgreementError", "RuntimeError"), released  # in forward, or in backward as gloo words it
     assert message in released or "closed by peer" in released
 
