@@ -38,6 +38,7 @@ from ndcompile.passes.fit_memory_budget import fit_memory_budget
 from ndcompile.pipeline import run_passes
 from ndcompile.plans.packed_repair import repaired_plan
 from ndcompile.plans.sharding_plan import ShardingPlan
+from ndcompile.private.python import making_graphs
 from ndcompile.proof.prove import Proof
 from ndcompile.verify.sharded_dims import unsharded
 from ndcompile.verify.verifier import GRADIENT_NODES
@@ -124,6 +125,7 @@ def module_of(node: fx.Node) -> str:
     return (node.meta.get("custom") or {}).get("module", "")
 
 
+@making_graphs
 def trace(
     model: PreTrainedModel,
     sizes: Mapping[str, int],

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -150,19 +149,6 @@ def no_inference_mode() -> ExitStack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
     return stack
-
-
-@contextmanager
-def keeping_garbage() -> Iterator[None]:
-    """Context for compiling, which makes millions of objects that stay: Python's collector looks at them again and
-    again for cycles that are none, a seventh of the time for 24 layers. What it would have freed is freed behind it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def readable(module: fx.GraphModule) -> str:

@@ -32,7 +32,7 @@ from ndcompile.graphs.pass_context import PassContext
 from ndcompile.graphs.recompute_choice import Choice, Stages, common
 from ndcompile.lowering.async_tp import check_has_products, connect
 from ndcompile.lowering.cuda_graphs import Recorded, fixed_inputs
-from ndcompile.lowering.lower import keeping_garbage, lower, no_autocast, no_inference_mode
+from ndcompile.lowering.lower import lower, no_autocast, no_inference_mode
 from ndcompile.lowering.partition import Partitioner
 from ndcompile.mesh import StorageMesh
 from ndcompile.operators.host_copies import finish
@@ -40,6 +40,7 @@ from ndcompile.options import Options
 from ndcompile.parameters.storage import ParameterStore
 from ndcompile.pipeline import run_passes
 from ndcompile.plans.sharding_plan import ShardingPlan
+from ndcompile.private.python import making_graphs
 from ndcompile.progress import stages
 from ndcompile.refusals import refuse_inner_calls, refuse_methods
 from ndcompile.runtime.accumulation import Accumulation
@@ -192,7 +193,7 @@ class CompiledModel:
         self.seeds.agree(seed)
         return Signature([], [])
 
-    @keeping_garbage()
+    @making_graphs
     def _build(self, call: Call, dynamic: bool, signature: Signature, stage: Callable[[str], None]) -> Program:
         """Capture, transform, agree, lower. Later sizes of a signature are compared with what was agreed before, so
         that one rank may meet a new length by itself."""
@@ -205,7 +206,7 @@ class CompiledModel:
         program.seconds["capture"] = captured_at - started
         return program
 
-    @keeping_garbage()
+    @making_graphs
     def finish(
         self,
         captured: Captured,
@@ -287,6 +288,7 @@ class CompiledModel:
             signature.recompute = common([Choice(tuple(stages), *rest) for stages, *rest in found])
         return signature.recompute
 
+    @making_graphs
     def lower_only(self, call: Call) -> Partitioner:
         """Capture and partition this call without running it, weights or other ranks: for inspection."""
         dynamic = self.options.dynamic is True
