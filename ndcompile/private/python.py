@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ROOM = 70_000
 """Slots of a frame: 560 kB, for which CPython takes a chunk of 1 MB and leaves the rest to the frames above."""
