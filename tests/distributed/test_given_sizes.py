@@ -28,9 +28,16 @@ def _loss_and_sizes(layout, rules, as_dict):
     return dict(model.sharding_plan.sizes), workers.error(loss.detach(), expected.detach())
 
 
-@pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "config"])
 @pytest.mark.parametrize(
-    ("layout", "rules"), [(FSDP2_TP2, RULES), (FSDP2_TP2, "auto"), (FSDP2_TP2, "derive"), (FSDP4, RULES)]
+    ("layout", "rules", "as_dict"),
+    [
+        (FSDP2_TP2, RULES, True),
+        (FSDP2_TP2, RULES, False),
+        (FSDP2_TP2, "auto", True),
+        (FSDP2_TP2, "auto", False),
+        (FSDP2_TP2, "derive", True),
+        (FSDP4, RULES, False),
+    ],
 )
 def test_a_tp_plan_without_sizes_takes_those_of_the_mesh(ranks, layout, rules, as_dict):
     expected = {"dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1} | dict(layout)

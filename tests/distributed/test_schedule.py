@@ -36,8 +36,8 @@ def overlapping(world):
 @pytest.mark.parametrize(
     ("layout", "disabled"),
     [
-        (workers.REPLICATE2_FSDP2, ()),
-        pytest.param(workers.FSDP2_TP2, (), marks=pytest.mark.slow),
+        (workers.FSDP2_TP2, ()),
+        pytest.param(workers.REPLICATE2_FSDP2, (), marks=pytest.mark.slow),
         pytest.param((("fsdp", 2),), ("bucket_collectives",), marks=pytest.mark.slow),
     ],
 )
