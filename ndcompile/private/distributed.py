@@ -34,6 +34,11 @@ def abort_group(group: dist.ProcessGroup, device_type: str) -> None:
     group._get_backend(torch.device(device_type)).abort()
 
 
+def collectives_begun(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun on a group. gloo and NCCL count them."""
+    return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+
+
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A mesh as rank 0 sees it, of which only names and shape can be asked: it has no process groups."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from ndcompile.capture.opaque import is_opaque
-from ndcompile.errors import AgreementError
+from ndcompile.errors import AgreementError, RoutingError
 from ndcompile.mesh import StorageMesh, leave_groups
 from ndcompile.operators.chunked_loss import vocabulary_loss
 from ndcompile.operators.redistribute import all_to_all, average_gradient, pair, redistribute, unshard
-from ndcompile.private.distributed import default_store
+from ndcompile.private.distributed import collectives_begun, default_store, resolve_process_group
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class Agreement:
         """Raises AgreementError where this rank left the mesh's groups before."""
         if self.left:
             reason = self.peer_gave_up()
-            raise AgreementError(f"The ranks of this model left its process groups: {reason}. Compile the model anew.")
+            raise AgreementError(f"The ranks of this model left its process groups: {reason}. Restart the job.")
 
     @property
     def _store(self) -> dist.Store:
@@ -118,17 +118,19 @@ class Agreement:
         raise error
 
     def broke_off(self, error: Exception) -> NoReturn:
-        """This rank stopped inside a graph with collectives, so those to come would pair with others than before.
+        """This rank stopped inside a graph with collectives; see `refused`.
 
         A lost connection is an error of this rank, or all that it sees of one that gave up.
         """
-        reason = None
-        with suppress(dist.DistNetworkError):
-            reason = self.peer_gave_up()
-        if reason is None:
-            self.give_up(f"rank {self.rank}: {type(error).__name__}: {error}", error)
-        self.leave()  # for ranks that have no group with the one that gave up
-        raise AgreementError(f"A rank left: {reason}") from error
+        with suppress(dist.DistNetworkError):  # the host of the store has ended, and so will whoever waits
+            may_be_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if may_be_lost and (reason := self.peer_gave_up()) is not None:
+                self.leave()  # for ranks that have no group with the one that gave up
+                raise AgreementError(f"A rank left: {reason}") from error
+            if isinstance(error, RoutingError):  # it depends on a rank's own tokens
+                self.give_up(f"rank {self.rank}: {type(error).__name__}: {error}", error)
+            self.refused(f"{type(error).__name__}: {error}")
+        raise error
 
     def leave(self) -> None:
         """Leave the groups, if this rank has not yet: whoever waits for it fails."""
@@ -148,22 +150,33 @@ class Agreement:
             raise
 
     def refused(self, what: str) -> None:
-        """This rank does not make a call. Where no rank does, all may go on; else the others wait for this one, here or
-        in a collective, as ranks with a graph do not talk before a call: give up, but for the error."""
+        """This rank does not make a call, or not to its end. Where all stop before the same collective, all may go on;
+        else some wait for others, here or in a collective, as ranks with a graph do not talk before a call: give up,
+        but for the error."""
         if self.alone or self.left:
             return
         self.refusals += 1
         keys = [f"refused{self.refusals}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], "")
+        self._store.set(keys[self.rank], json.dumps(self._begun()))
         deadline = time.monotonic() + min(GRACE, self.timeout / 2).total_seconds()
         while not self._store.check(keys):
-            if self.peer_gave_up() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
-            if self.peer_gave_up() is None:
-                self._store.set("gave up", f"rank {self.rank}: {what}")
-            self.leave()
-            return
+            if self.peer_gave_up() is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        else:
+            begun = {
+                (tuple(ranks), number) for text in self._store.multi_get(keys) for ranks, number in json.loads(text)
+            }
+            if len(begun) == len({ranks for ranks, _ in begun}):
+                return
+        if self.peer_gave_up() is None:
+            self._store.set("gave up", f"rank {self.rank}: {what}")
+        self.leave()
+
+    def _begun(self) -> list[tuple[list[int], int]]:
+        """Ranks of this rank's groups, and how many collectives it has begun on each."""
+        groups = [resolve_process_group(axis.group) for axis in self.mesh.axes.values()]  # type: ignore[arg-type]
+        return [(dist.get_process_group_ranks(group), collectives_begun(group)) for group in groups]
 
     def same(self, key: str, value: Sequence[str], what: str, about: str = "") -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.

@@ -12,18 +12,32 @@ from pool import Pool
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+def pools() -> Iterator[dict[int, Pool]]:
+    """The pools that tests have started, by their number of ranks."""
+    started: dict[int, Pool] = {}
+    yield started
+    for pool in started.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_groups(pools: dict[int, Pool]) -> Iterator[None]:
+    """Ranks do not live on with the process groups of many files."""
+    yield
+    for pool in pools.values():
+        pool.renew()
+
+
+@pytest.fixture(scope="session")
+def world(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pool]:
     """`world(n)`: the pool of n ranks, started when first used."""
-    pools: dict[int, Pool] = {}
 
     def get(size: int) -> Pool:
         if size not in pools:
             pools[size] = Pool(size, tmp_path_factory.mktemp(f"world{size}"))
         return pools[size]
 
-    yield get
-    for pool in pools.values():
-        pool.stop()
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,9 @@ class RankDied(RankTimeout):
         self.status = status
 
 
+GROUPS = 20
+"""Process groups of a rank that is kept. A group of gloo has a thread that looks for messages a hundred times a second:
+those of all tests took a fifth of two cores. To destroy groups is not enough: DTensor's caches hold meshes of them."""
 CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 """How gloo's own fault (bench/gloo_heap.py) ends a rank, once in some thousand calls."""
 
@@ -93,6 +96,11 @@ class Pool:
                 raise AssertionError(f"ranks {sorted(silent)} raised nothing, the others did") from error
             return [error.failures[rank][:2] for rank in range(self.world)]
         raise AssertionError(f"no rank raised; results: {results}")
+
+    def renew(self) -> None:
+        """Between files: stop ranks that have made many process groups, so that the next call starts new ones."""
+        if self.processes and all(process.is_alive() for process in self.processes) and max(self(_groups)) > GROUPS:
+            self.stop()
 
     def stop(self) -> None:
         """End the processes of this pool: an idle rank ends when its pipe closes, any other is killed."""
@@ -213,6 +221,12 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None
 @with_room_for_frames  # a ninth of the time of a training step on two ranks
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(*args)
+
+
+def _groups() -> int:
+    import torch.distributed as dist
+
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _write_to(log: str) -> None:

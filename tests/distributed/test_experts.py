@@ -238,7 +238,7 @@ BAD_LAYOUTS = [
         "PlanError",
         "'magic' is not supported. Use one",
     ),
-    ({}, {"ep_size": 3, "fsdp_size": 4}, "ValueError", "must divide"),
+    ({}, {"ep_size": 3, "fsdp_size": 4}, "MeshError", "must divide"),
 ]
 
 

@@ -68,6 +68,7 @@ def test_ranks_without_a_group_with_it_end_too(world):
 
 def _outside_of_the_vocabulary_on_one(layout, dynamo):
     model = _model(layout, dynamo)
+    ndcompile.set_agreement_timeout(model, PATIENCE)
     _step(model, 2)
     ids = models.token_ids(2, 8)
     if dist.get_rank() == LAST:
@@ -78,6 +79,39 @@ def _outside_of_the_vocabulary_on_one(layout, dynamo):
         with pytest.raises(ndcompile.NdcompileError, match=f"left its process groups: rank {LAST}: IndexError"):
             _step(model, 2)
         raise
+
+
+def _outside_of_the_vocabulary_on_all(layout):
+    model = _model(layout, False)
+    losses, ids = [_step(model, 2)], models.token_ids(2, 8)
+    ids[0, 0] = 1_000_000
+    with pytest.raises(IndexError):
+        model(input_ids=ids)
+    return [*losses, _step(model, 2)]
+
+
+def test_after_an_error_inside_a_graph_on_all_ranks_training_goes_on(world):
+    for first, again in world(2)(_outside_of_the_vocabulary_on_all, FSDP2):
+        assert again == first
+
+
+def _one_has_begun_a_collective_more():
+    model = _model(FSDP2, False)
+    _step(model, 2)
+    if dist.get_rank() == LAST:
+        dist.all_reduce(torch.ones(1), group=model.model.norm.weight.device_mesh.get_group(), async_op=True)
+    with pytest.raises(ValueError, match="Empty input"):
+        _step(model, 0)
+    _step(model, 2)
+
+
+def test_ranks_that_stop_at_different_collectives_do_not_go_on(world):
+    pool = world(2)
+    try:
+        errors = pool.errors(_one_has_begun_a_collective_more, timeout=40)
+    finally:
+        pool.stop()  # its connections are closed
+    assert all("left its process groups: rank" in message for _, message in errors)
 
 
 @FRONT_ENDS
