@@ -33,10 +33,9 @@ demo: toolchain $(VENV)/.examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 6 \
 	  examples/smollm2_finetune.py
 
-# Tests of one process run side by side; those of several ranks use all cores by themselves.
+# Two files at a time: tests of several ranks fill two cores, but for the seconds in which they wait for each other.
 test: toolchain lint $(VENV)/.test_weights
-	$(BIN)/python -m pytest tests --ignore tests/distributed --ignore tests/zoo -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/distributed tests/zoo
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 parity: toolchain $(VENV)/.installed
 	PYTHONPATH=tests/distributed $(BIN)/python tests/parity.py $(if $(PART),"$(PART)")

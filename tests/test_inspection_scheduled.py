@@ -33,7 +33,7 @@ def traced_step(name: str, sizes: dict[str, int], whole: bool = False, **overrid
     return trace(model, ONE | sizes, DistributedConfig(), batch_size=2, seq_len=16, whole=whole, proven=False)
 
 
-@pytest.mark.parametrize(("name", "sizes", "overrides"), sampled_rows(CASES, 0, 3))
+@pytest.mark.parametrize(("name", "sizes", "overrides"), sampled_rows(CASES, 0))
 def test_the_graphs_of_layers_traced_once_become_those_of_all_layers(name, sizes, overrides):
     once, every = (traced_step(name, sizes, whole, **overrides) for whole in (False, True))
     for backward, graph in ((False, every.forward.graph), (True, every.backward.graph)):

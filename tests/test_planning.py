@@ -149,6 +149,7 @@ print(json.dumps({"seconds": time.process_time() - start, "keys": len(plan.catal
 """
 
 
+@pytest.mark.slow
 def test_one_rank_of_256_plans_235_billion_parameters_in_10_seconds_and_1_gb():
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=200, check=True)
     measured = json.loads(done.stdout.splitlines()[-1])

@@ -212,6 +212,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, log: str) -> None
         except Exception as error:
             answer = (_describe(error), None)
         gc.collect()
+        gc.freeze()  # caches that grew stay too
         try:
             pipe.send(answer)
         except Exception as error:  # a result that cannot be pickled

@@ -80,11 +80,9 @@ def _parity(case, checkpoint):
             Case("mixtral", TP2, overrides=ONE),
             Case("deepseek_v2", TP2, overrides=ONE, options={"memory_budget": "1GB"}),
         ],
-        0,
         1,
         2,
         4,
-        7,
     ),
     ids=lambda case: f"{case.model}-{case.shape[1]}",
 )

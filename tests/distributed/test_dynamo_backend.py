@@ -53,7 +53,7 @@ def _both_front_ends(name, layout, checkpoint, overrides, options):
     return results
 
 
-@pytest.mark.parametrize(("model", "layout", "options"), sampled_rows(CASES, 1, 3))
+@pytest.mark.parametrize(("model", "layout", "options"), sampled_rows(CASES, 3))
 def test_both_front_ends_have_the_same_collectives_loss_and_gradients(world, checkpoint, model, layout, options):
     for (loss, gradients, collectives), (loss2, gradients2, collectives2) in world(size(layout))(
         _both_front_ends, model, layout, checkpoint(model, **ONE), ONE, options

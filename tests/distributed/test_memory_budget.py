@@ -130,6 +130,7 @@ def _gathers(program):
     return program.graphs.backward.graph.find_nodes(op="call_function", target=gather)
 
 
+@pytest.mark.slow
 def test_ranks_with_other_lengths_recompute_the_same(world, checkpoint):
     folder = checkpoint("llama", **LAYERS)
     (longer, _, _), (shorter, _, _) = world(2)(_with_other_lengths, folder, "1GB")
@@ -171,6 +172,7 @@ def _beside_checkpointing(checkpoint):
     return saved <= int(0.7 * free[0]), len(signature.recompute), same
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_beside_it(world, checkpoint):
     assert world(2)(_beside_checkpointing, checkpoint("llama", **LAYERS)) == [(True, 1, True)] * 2
 
