@@ -49,7 +49,8 @@ from ndcompile.runtime.graph_arguments import GraphArguments, Seeds
 from ndcompile.runtime.program import Program, Signature
 from ndcompile.runtime.replay import Replay
 from ndcompile.runtime.static_caches import CacheMemory, KeptCache, cache_shards, refuse_gradients
-from ndcompile.verify.agreement import Agreement, collective_lines
+from ndcompile.verify.agreement import Agreement
+from ndcompile.verify.collective_lines import collective_lines
 from ndcompile.verify.sharded_dims import unsharded
 
 
