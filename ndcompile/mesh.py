@@ -69,7 +69,7 @@ class StorageMesh:
     """Axes in storage order, size-1 axes left out of `device_mesh` but not of the questions one can ask.
 
     name: the same on all ranks. axes: those of `device_mesh`, and the fused ones. counter: numbers the models compiled
-    on this mesh, alike on all ranks.
+    on this mesh, alike on all ranks. left_for: why this rank left the groups, empty while it has them.
     """
 
     name: str
@@ -77,6 +77,7 @@ class StorageMesh:
     axes: Mapping[str, Axis]
     backend: str
     counter: Iterator[int] = field(default_factory=itertools.count)
+    left_for: list[str] = field(default_factory=list)
 
     def size(self, name: str) -> int:
         """Size of an axis; an absent axis has size 1."""

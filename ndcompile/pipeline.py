@@ -60,12 +60,12 @@ def passes_of(names: Collection[str]) -> frozenset[str]:
     """The passes to leave out. Raises ValueError for names that are no passes, or ones that the result depends on."""
     if isinstance(names, str):
         raise ValueError(f"disable_passes takes several names, not one string: ({names!r},).")
-    known = [*pass_names(), *SCHEDULING]
-    if unknown := set(names) - set(known):
+    names, known = frozenset(names), [*pass_names(), *SCHEDULING]
+    if unknown := names - set(known):
         raise ValueError(f"disable_passes names {sorted(unknown)}, which are no passes. Passes: {known}.")
-    if needed := set(names) & REQUIRED:
+    if needed := names & REQUIRED:
         raise ValueError(f"Passes {sorted(needed)} cannot be disabled: the graph needs them to be right.")
-    return frozenset(names)
+    return names
 
 
 def run_passes(

@@ -14,6 +14,7 @@ PREPARED = {"checkpoint": None, "disable_passes": (), "memory_budget": None}
     ("given", "message"),
     [
         ({"disable_passes": 3}, "options['disable_passes'] of torch.compile is 3: "),
+        ({"disable_passes": iter(["seed_random_ops"])}, "Passes ['seed_random_ops'] cannot be disabled"),
         ({"disable_passes": "reuse_layers"}, "takes several names, not one string: ('reuse_layers',)."),
         ({"memory_budget": "much"}, "options['memory_budget'] of torch.compile is 'much': "),
         ({"checkpoint": 3}, "options['checkpoint'] of torch.compile is 3: "),

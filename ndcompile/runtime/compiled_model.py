@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import cache, partial
 from time import perf_counter
@@ -27,7 +27,7 @@ from ndcompile.capture.capture import Captured, capture
 from ndcompile.capture.loss_only import drop_logits, explain_logits
 from ndcompile.capture.shadow import Shadow
 from ndcompile.capture.signature import checkpointed_layers, describe, layers_of, model_state
-from ndcompile.errors import AgreementError
+from ndcompile.errors import CaptureError
 from ndcompile.graphs.pass_context import PassContext
 from ndcompile.graphs.recompute_choice import Choice, Stages, common
 from ndcompile.lowering.async_tp import check_has_products, connect
@@ -90,6 +90,7 @@ class CompiledModel:
         refuse_inner_calls(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.agreement.calls += 1
         if self.replay is not None and not args and (inputs := self.replay.again(kwargs)) is not None:
             return self._returned(self.replay.program, self._run(self.replay.program, inputs), self.replay.cache)
         with self.agreement.refusing():  # the others may have bound theirs, such as a batch that is not empty
@@ -147,10 +148,12 @@ class CompiledModel:
             return self.arguments.of(program.inputs, arguments, cached, self.seeds)
 
     def _run(self, program: Program, inputs: list[Any]) -> list[Any]:
-        self.agreement.still_here()
+        self.agreement.begin_run()
         try:
             with no_autocast():
                 outputs = list(program.run(*inputs))
+            if program.has_collectives:
+                self.agreement.watch_backward(outputs)
             if self.offloads:
                 finish(self.mesh.device)  # whoever writes to a parameter now must not meet a copy of it
             return outputs
@@ -175,6 +178,7 @@ class CompiledModel:
         dynamic = self.options.dynamic is True or (self.options.dynamic is None and len(signature.programs) > 0)
         try:
             with (
+                self.refusing_beside(signature),
                 self.agreement.step(f"capture{self.agreement.captures}"),
                 no_inference_mode(),
                 stages(dist.get_rank() == 0) as stage,
@@ -187,6 +191,10 @@ class CompiledModel:
             if not signature.programs:  # the next call of this signature agrees on it anew
                 del self.signatures[key]
         return signature.programs[-1]
+
+    def refusing_beside(self, signature: Signature) -> AbstractContextManager[None]:
+        """While a rank makes a further graph of a signature: the others may run those that they have."""
+        return self.agreement.refusing() if signature.programs else nullcontext()
 
     def _agree_on_signature(self, key: tuple[Any, ...], call: Call) -> Signature:
         """All ranks begin the same capture together, and tp ranks with the same inputs."""
@@ -242,7 +250,7 @@ class CompiledModel:
         lines = collective_lines(captured.module.graph, groups)
         if signature.programs:
             if lines != signature.collectives:
-                raise AgreementError(
+                raise CaptureError(
                     f"{sizes} need other collectives than the sizes before, so this rank cannot run them alone. Call "
                     "ndcompile.compile or torch.compile with dynamic=True."
                 )

@@ -57,7 +57,8 @@ def backend(
         raise NdcompileError(
             'torch.compile(backend="ndcompile") was given a model that is not sharded. Its parameters must be sharded '
             "before the trace: call ndcompile.prepare(model, mesh, checkpoint=...) first, and build the optimizer "
-            "after it."
+            "after it. Or the function around a prepared model breaks into several graphs, of which this one has no "
+            "model: compile with fullgraph=True to see where."
         )
     if len(owners) > 1:
         raise UnsupportedError(
@@ -129,7 +130,11 @@ class Prepared:
         signature = compiled.signatures[key]
         step = f"capture{agreement.captures}"
         try:
-            with agreement.step(step), stages(dist.get_rank() == 0) as stage:
+            with (
+                compiled.refusing_beside(signature),
+                agreement.step(step),
+                stages(dist.get_rank() == 0) as stage,
+            ):
                 stage(f"reading Dynamo's graph of {type(compiled.model).__name__}")
                 captured = capture_from_dynamo(gm, read, self.shadow, compiled.model, dynamo_fake_mode())
                 program = compiled.finish(captured, signature, stage, f"The sizes {read.sizes()}")
@@ -143,6 +148,7 @@ class Prepared:
 
         def run(*flat: Any) -> list[Any]:
             nonlocal unchecked
+            agreement.calls += 1
             with agreement.refusing():
                 compiled.store.current()
                 if _state(compiled.model) != state:
@@ -168,9 +174,9 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
         prepared.follow()
 
     @torch.compiler.assume_constant_result
-    def refuse(kind: str, values: Sequence[object]) -> None:
+    def refuse(error: str) -> None:
         """Ends the trace, and tells the other ranks: they may trace a call that is not refused, or have its graph."""
-        error = f"{kind}: {', '.join(map(str, values))}"
+        prepared.compiled.agreement.calls += 1
         prepared.compiled.agreement.refused(error)
         raise RefusedCall(error)
 
@@ -193,7 +199,8 @@ def traced_forward(prepared: Prepared) -> Callable[..., Any]:
             try:
                 return traced(*args, **kwargs)
             except Exception as error:
-                refuse(type(error).__name__, error.args)
+                values = ", ".join([f"{value}" for value in error.args])  # sizes that are symbols become numbers
+                refuse(f"{type(error).__name__}: {values}")
 
     # Dynamo keeps what it learned of sizes, and counts compilations, by a function's code, file, line and name: every
     # model needs a name of its own.
@@ -214,7 +221,8 @@ def _marked(value: Any) -> Any:
 
 PREPARED = (
     'prepared for torch.compile. Call it through torch.compile(model, backend="ndcompile"); or use ndcompile.compile '
-    "instead of ndcompile.prepare."
+    "instead of ndcompile.prepare. Or Dynamo gave it up, as after torch._dynamo.config.recompile_limit sizes with "
+    "dynamic=False: fullgraph=True says why."
 )
 MODE = "Leave it out: `lowering` of ndcompile.prepare, or `cuda_graphs` of ndcompile.compile, is what it has instead."
 CHANGED = (

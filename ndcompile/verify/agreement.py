@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ndcompile.errors import AgreementError, RoutingError
 from ndcompile.mesh import StorageMesh, leave_groups
+from ndcompile.private.autograd import at_end_of_backward, current_backward
 from ndcompile.private.distributed import collectives_begun, default_store, resolve_process_group
 
 T = TypeVar("T")
@@ -41,9 +42,9 @@ class Agreement:
         self.alone = self.world == 1 or mesh.backend == "fake"
         self.timeout = timeout
         self.prefix = f"ndcompile/{mesh.name}/{next(mesh.counter)}"
-        self.captures = self.refusals = 0
+        self.captures = self.refusals = self.calls = self.runs = 0
+        self.in_backward = False
         self.last_signature: Sequence[str] = ()
-        self.left = False
 
     def exchange(self, key: str, value: Any, timeout: timedelta | None = None, about: str = "") -> list[Any]:
         """Every rank's value (JSON), in rank order. Raises AgreementError naming the ranks that did not come.
@@ -71,19 +72,46 @@ class Agreement:
 
     def peer_gave_up(self) -> str | None:
         """Why a rank left the mesh's groups, if one did."""
-        if self.alone or not self._store.check(["gave up"]):
+        if self.alone or not self._of_mesh.check(["gave up"]):
             return None
-        return self._store.get("gave up").decode()
+        return self._of_mesh.get("gave up").decode()
 
-    def still_here(self) -> None:
-        """Raises AgreementError where this rank left the mesh's groups before."""
-        if self.left:
-            reason = self.peer_gave_up()
+    def begin_run(self) -> None:
+        """Before a graph runs. Raises AgreementError if this rank left the mesh's groups, for this model or another."""
+        self._check_backward()
+        if self.mesh.left_for:
+            reason = self.mesh.left_for[0]
             raise AgreementError(f"The ranks of this model left its process groups: {reason}. Restart the job.")
+        self.runs += 1
+
+    def _check_backward(self) -> None:
+        """The last backward has come to its end, or on all ranks before the same collective; else leave the groups."""
+        if self.in_backward and current_backward() is None:
+            self.in_backward = False
+            self.refused("an error ended the backward of an earlier call")
+
+    def watch_backward(self, outputs: Sequence[object]) -> None:
+        """Know, at the next call, whether a backward from these outputs came to its end. Autograd tells nobody else."""
+        if not self.alone:
+            for output in outputs:
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        self.in_backward = True
+        at_end_of_backward(self._backward_ends)  # which an error passes over
+
+    def _backward_ends(self) -> None:
+        self.in_backward = False
 
     @property
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, default_store())
+
+    @property
+    def _of_mesh(self) -> dist.Store:
+        """What models that share a mesh, and so its groups, share."""
+        return dist.PrefixStore(f"ndcompile/{self.mesh.name}", default_store())
 
     def _wait(self, keys: Sequence[str], exchange: str, timeout: timedelta, about: str) -> None:
         """Poll: a blocking wait could not notice that a rank failed."""
@@ -110,8 +138,8 @@ class Agreement:
         """The others may wait for this rank inside a collective: leave the groups, so that they fail too."""
         if not self.alone:
             with suppress(dist.DistNetworkError):  # the host of the store has ended, and so will whoever waits
-                self._store.set("gave up", reason)
-            self.leave()
+                self._of_mesh.set("gave up", reason)
+            self.leave(reason)
         raise error
 
     def broke_off(self, error: Exception) -> NoReturn:
@@ -122,17 +150,17 @@ class Agreement:
         with suppress(dist.DistNetworkError):  # the host of the store has ended, and so will whoever waits
             may_be_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
             if may_be_lost and (reason := self.peer_gave_up()) is not None:
-                self.leave()  # for ranks that have no group with the one that gave up
+                self.leave(reason)  # for ranks that have no group with the one that gave up
                 raise AgreementError(f"A rank left: {reason}") from error
             if isinstance(error, RoutingError):  # it depends on a rank's own tokens
                 self.give_up(f"rank {self.rank}: {type(error).__name__}: {error}", error)
             self.refused(f"{type(error).__name__}: {error}")
         raise error
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
         """Leave the groups, if this rank has not yet: whoever waits for it fails."""
-        if not (self.alone or self.left):
-            self.left = True
+        if not (self.alone or self.mesh.left_for):
+            self.mesh.left_for.append(reason)
             leave_groups(self.mesh)
 
     @contextmanager
@@ -147,28 +175,29 @@ class Agreement:
             raise
 
     def refused(self, what: str) -> None:
-        """This rank does not make a call, or not to its end. Where all stop before the same collective, all may go on;
-        else some wait for others, here or in a collective, as ranks with a graph do not talk before a call: give up,
-        but for the error."""
-        if self.alone or self.left:
+        """This rank does not make a call, or not to its end. Where all stop in the same call and before the same
+        collective, all may go on; else some wait for others, here or in a collective, as ranks with a graph do not talk
+        before a call: give up, but for the error."""
+        if self.alone or self.mesh.left_for:
             return
         self.refusals += 1
         keys = [f"refused{self.refusals}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], json.dumps(self._begun()))
+        self._store.set(keys[self.rank], json.dumps([self.calls, self.runs, self._begun()]))
         deadline = time.monotonic() + min(GRACE, self.timeout / 2).total_seconds()
         while not self._store.check(keys):
             if self.peer_gave_up() is not None or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         else:
-            begun = {
-                (tuple(ranks), number) for text in self._store.multi_get(keys) for ranks, number in json.loads(text)
-            }
-            if len(begun) == len({ranks for ranks, _ in begun}):
+            told = [json.loads(text) for text in self._store.multi_get(keys)]
+            begun = {(tuple(ranks), number) for *_, groups in told for ranks, number in groups}
+            same_call = len({(calls, runs) for calls, runs, _ in told}) == 1
+            if same_call and len(begun) == len({ranks for ranks, _ in begun}):
                 return
-        if self.peer_gave_up() is None:
-            self._store.set("gave up", f"rank {self.rank}: {what}")
-        self.leave()
+        if (reason := self.peer_gave_up()) is None:
+            reason = f"rank {self.rank}: {what}"
+            self._of_mesh.set("gave up", reason)
+        self.leave(reason)
 
     def _begun(self) -> list[tuple[list[int], int]]:
         """Ranks of this rank's groups, and how many collectives it has begun on each."""
@@ -196,6 +225,7 @@ class Agreement:
 
         Returns the random seed of the tp group's first rank, which all ranks of the group share.
         """
+        self._check_backward()
         self.captures += 1
         key = f"capture{self.captures}"
         new = [line for line in signature if line not in self.last_signature] if self.last_signature else []

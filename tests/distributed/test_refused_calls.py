@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import workers
 from matrix import sampled, sampled_rows
-from workers import FSDP2_TP2
+from torch import nn
+from workers import FSDP2_TP2, TP2
 
 import ndcompile
 
@@ -191,3 +192,152 @@ def test_a_parameter_replaced_on_one_rank_ends_all(world):
     finally:
         pool.stop()
     assert all("model.norm.weight" in message for _, message in errors)
+
+
+class Small(nn.Module):
+    """Looks tokens up before any collective, and refuses long sequences."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids):
+        if ids.shape[1] > 16:
+            raise ValueError("too long")
+        return self.down(self.up(self.tokens(ids)).relu())
+
+
+def _small(layout):
+    plan = {"up": "colwise", "down": "rowwise"} if layout == TP2 else {}
+    model = ndcompile.compile(Small(), workers.mesh(layout), distributed_config={"tp_plan": plan}, backend="eager")
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    return model
+
+
+def _ids(length, first=0):
+    return torch.tensor([[first, *range(1, length)]]) % 16 if first < 16 else torch.full((1, length), first)
+
+
+def _told(pool, function, *args):
+    """What every rank raised, of a pool whose connections are closed behind it."""
+    try:
+        return pool.errors(function, *args, timeout=40)
+    finally:
+        pool.stop()
+
+
+def _in_different_calls():
+    """The last rank ends its first call behind its collectives, the other begins its second one."""
+    model = _model(FSDP2, False)
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    ids, wrong = models.token_ids(2, 8), models.token_ids(2, 8)
+    wrong[0, 3] = 5_000
+    with torch.no_grad():
+        if dist.get_rank() == LAST:
+            with pytest.raises(IndexError):
+                model(input_ids=ids, labels=wrong)
+        else:
+            model(input_ids=ids, labels=ids)
+            with pytest.raises(ValueError, match="Empty input"):
+                model(input_ids=ids[:0])
+        model(input_ids=ids, labels=ids)
+
+
+def test_ranks_that_stop_in_different_calls_do_not_go_on(world):
+    assert all("left its process groups: rank" in message for _, message in _told(world(2), _in_different_calls))
+
+
+def _before_and_behind_the_seeds():
+    """One call, and no collective: but the graph of the last rank has drawn its seeds."""
+    model = _small(TP2)
+    model(_ids(4))
+    with pytest.raises((IndexError, ValueError)):
+        model(_ids(4, first=99) if dist.get_rank() == LAST else _ids(4)[:0])
+    model(_ids(4))
+
+
+def test_ranks_of_which_one_has_begun_its_graph_do_not_go_on(world):
+    errors = _told(world(2), _before_and_behind_the_seeds)
+    assert all("left its process groups: rank" in message for _, message in errors)
+
+
+def _fails_in_backward():
+    model = _model(FSDP2, False)
+    ndcompile.set_agreement_timeout(model, PATIENCE)
+    _step(model, 2)
+    ids = models.token_ids(2, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    if dist.get_rank() == LAST:
+        loss.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    else:
+        loss.backward()
+    _step(model, 2)
+
+
+def _all_fail_in_backward():
+    model = _model(FSDP2, False)
+    losses, ids = [_step(model, 2)], models.token_ids(2, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    return [*losses, _step(model, 2)]
+
+
+def test_after_an_error_in_backward_on_all_ranks_training_goes_on(world):
+    for first, again in world(2)(_all_fail_in_backward):
+        assert again == first
+
+
+def test_a_rank_whose_backward_failed_does_not_run_again(world):
+    errors = _told(world(2), _fails_in_backward)
+    assert "an error ended the backward of an earlier call" in errors[LAST][1]
+    assert "closed by peer" in errors[0][1]
+
+
+def _too_long_on_one():
+    model = _small(FSDP2)
+    for length in (8, 10):
+        model(_ids(length)).sum().backward()
+    model(_ids(20 if dist.get_rank() == LAST else 10)).sum().backward()
+
+
+def test_a_further_size_that_one_rank_refuses_ends_all(world):
+    assert all("too long" in message for _, message in _told(world(2), _too_long_on_one))
+
+
+def _one_of_two_models():
+    first, second = _small(FSDP2), _small(FSDP2)
+    for model in (first, second):
+        model(_ids(4))
+    if dist.get_rank() == LAST:
+        first(_ids(4)[:0])
+    for _ in range(2):
+        second(_ids(4))
+
+
+def test_a_refused_call_of_one_model_is_told_to_others_on_its_mesh(world):
+    assert all("Empty input" in message for _, message in _told(world(2), _one_of_two_models))
+
+
+class SaysSizes(Small):
+    def forward(self, ids):
+        if ids.shape[1] > 10:
+            raise ValueError("too long", ids.shape[1])
+        return super().forward(ids)
+
+
+def _symbolic_sizes_in_the_reason():
+    model = ndcompile.prepare(SaysSizes(), workers.mesh(FSDP2), lowering="eager")
+    step = torch.compile(model, backend="ndcompile", dynamic=True)
+    step(_ids(8))
+    with pytest.raises(ndcompile.NdcompileError, match="ValueError: too long, 12"):
+        step(_ids(12))
+    step(_ids(9))
+
+
+def test_torch_compile_says_the_size_that_is_refused(world):
+    world(2)(_symbolic_sizes_in_the_reason)
