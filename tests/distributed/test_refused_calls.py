@@ -43,13 +43,17 @@ def _empty_on_one(layout, dynamo, before):
     _step(model, 0 if dist.get_rank() == LAST else 2)
 
 
+def _told(pool, function, *args):
+    """What every rank raised, of a pool whose connections are closed behind it."""
+    try:
+        return pool.errors(function, *args, timeout=40)
+    finally:
+        pool.stop()
+
+
 def _assert_told(world, layout, call, *args, reason="Empty input"):
     """All ranks end well before the time-out of collectives, and name the rank and the reason."""
-    pool = world(workers.size(layout))
-    try:
-        errors = pool.errors(call, layout, *args, timeout=40)
-    finally:
-        pool.stop()  # its connections are closed
+    errors = _told(world(workers.size(layout)), call, layout, *args)
     for rank, (kind, message) in enumerate(errors):
         assert reason in message
         if rank != LAST:
@@ -107,11 +111,7 @@ def _one_has_begun_a_collective_more():
 
 
 def test_ranks_that_stop_at_different_collectives_do_not_go_on(world):
-    pool = world(2)
-    try:
-        errors = pool.errors(_one_has_begun_a_collective_more, timeout=40)
-    finally:
-        pool.stop()  # its connections are closed
+    errors = _told(world(2), _one_has_begun_a_collective_more)
     assert all("left its process groups: rank" in message for _, message in errors)
 
 
@@ -217,14 +217,6 @@ def _small(layout):
 
 def _ids(length, first=0):
     return torch.tensor([[first, *range(1, length)]]) % 16 if first < 16 else torch.full((1, length), first)
-
-
-def _told(pool, function, *args):
-    """What every rank raised, of a pool whose connections are closed behind it."""
-    try:
-        return pool.errors(function, *args, timeout=40)
-    finally:
-        pool.stop()
 
 
 def _in_different_calls():
