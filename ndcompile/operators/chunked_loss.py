@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ndcompile.operators.redistribute import collectives
 
@@ -60,9 +61,11 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Tensor:
         needed, rows = ctx.needs_input_grad[:3], hidden.reshape(-1, hidden.shape[-1])
         total, grad_weight, grad_bias = None, None, None
-        grad_rows = []
+        grad_rows: list[Tensor] = []
         for start, stop in _bounds(rows.shape[0], head.chunks):
             part = rows[start:stop]
+            if total is not None:
+                part = after(part, [total, *grad_rows[-1:], *(g for g in (grad_weight, grad_bias) if g is not None)])
             logits = torch.nn.functional.linear(part, weight, bias)
             loss, grad = _chunk(logits, labels[start:stop], head, any(needed))
             total = loss if total is None else total + loss
@@ -135,6 +138,18 @@ def _log_sum(peak: Tensor, total: Tensor, head: Head) -> Tensor:
     return torch.log(total) + peak
 
 
+@torch.library.custom_op("ndcompile::after", mutates_args=())
+def after(value: Tensor, before: Sequence[Tensor]) -> Tensor:
+    """A copy of `value` that exists after `before`: inductor would otherwise sum the losses of all chunks in one
+    kernel, which reads the logits of all."""
+    return value.clone()
+
+
+@after.register_fake
+def _(value: Tensor, before: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(value)
+
+
 @torch.library.custom_op("ndcompile::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left.T @ right, in place: inductor's addmm copies the sum so far, which is as large as the weight."""
@@ -145,6 +160,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @add_product.register_fake
 def _(total: Tensor, left: Tensor, right: Tensor) -> None:
     return None
+
+
+@register_flop_formula(torch.ops.ndcompile.add_product)
+def _(total: torch.Size, left: torch.Size, right: torch.Size, **_: object) -> int:
+    return 2 * left.numel() * right[1]
 
 
 @torch.library.custom_op("ndcompile::finished_loss", mutates_args=())

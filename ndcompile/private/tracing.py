@@ -13,6 +13,7 @@ import torch.compiler
 from torch._C import DisableTorchFunctionSubclass as without_torch_function
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2 as auto_functionalized
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree
@@ -227,6 +228,7 @@ __all__ = [
     "ShapeEnv",
     "TracingContext",
     "as_called_from_python",
+    "auto_functionalized",
     "autograd_function_of",
     "checks_as_nodes",
     "compiling",
