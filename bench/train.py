@@ -338,8 +338,9 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """The options, with `text` as their description."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", required=True)
     parser.add_argument("--model", choices=("llama", "moe", "shared-moe"), default="llama")
     parser.add_argument("--exchange", default="auto", help="ep_implementation")
@@ -359,7 +360,11 @@ def main() -> None:
     parser.add_argument("--losses", action="store_true", help="write the mean loss of every step")
     parser.add_argument("--profile", help="file for a table of kernels; adds communication times to the line")
     parser.add_argument("--out", help="file to append the line to")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
     args.checkpoint = f"{args.checkpoint}-{args.model}"
     transformers.logging.set_verbosity_error()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

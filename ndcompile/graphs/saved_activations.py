@@ -17,6 +17,8 @@ from torch import Tensor, fx
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 VIEWS_IN_PARTS = {"split", "split_with_sizes", "unbind", "chunk", "unsafe_split"}
+IN_PLACE = {"add_product"}
+"""Operators that write to their first argument, and whose node stands for what it holds then."""
 
 
 def saved_activations(forward: fx.Graph, backward: fx.Graph) -> dict[str, fx.Node]:
@@ -32,9 +34,14 @@ def saved_activations(forward: fx.Graph, backward: fx.Graph) -> dict[str, fx.Nod
 
 def owner_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node names."""
-    while is_view(node) and not own_part(node):
+    while names_memory(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def names_memory(node: fx.Node) -> bool:
+    """Whether the memory of a node is that of its first input."""
+    return (is_view(node) and not own_part(node)) or getattr(node.target, "_opname", "") in IN_PLACE
 
 
 def is_view(node: fx.Node) -> bool:

@@ -33,6 +33,7 @@ from ndcompile.inspection.source import model_of
 from ndcompile.inspection.time_model import ADAMW_PASSES, TimeEstimate, collective_times, estimate
 from ndcompile.inspection.trace import Traced, trace
 from ndcompile.mesh import check_expert_size, config_sizes
+from ndcompile.operators.chunked_loss import vocabulary_loss
 from ndcompile.plans.given_config import config_of
 from ndcompile.plans.plan_table import exchange_lines
 from ndcompile.refusals import check_model
@@ -125,6 +126,7 @@ def plan(
     rates: str | Rates = "h100-infiniband",
     whole: bool = False,
     memory_budget: int | str | None = None,
+    loss_only: bool = False,
 ) -> Plan:
     """Plan a training step of a model on a mesh: no GPU, no weights, no other ranks, no process group.
 
@@ -140,6 +142,7 @@ def plan(
     rates: a preset, the path of a .json or .toml file (`ndcompile.inspection.rates`), or Rates.
     whole: trace every layer, instead of those that differ. The figures are the same.
     memory_budget: see `ndcompile.compile`; every layer is traced then.
+    loss_only: see `ndcompile.compile`.
 
     Raises MeshError, PlanError, CaptureError, UnsupportedError and ValueError as `ndcompile.compile` and the first call
     would, and for input that cannot be read.
@@ -165,6 +168,7 @@ def plan(
         expert_capacity=expert_capacity,
         whole=whole,
         memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
+        loss_only=loss_only,
     )
     report = _report(built, config, traced, rates, optimizer_dtype)
     return Plan(dataclasses.replace(report, batch_size=batch_size, seq_len=seq_len), traced)
@@ -265,6 +269,12 @@ def _notes(traced: Traced) -> tuple[str, ...]:
         notes.append(
             "fsdp_cpu_offload: parameters, gradients and moments are in host memory. The times of copies and of an "
             "optimizer that runs there are not estimated."
+        )
+    if traced.loss_only:
+        chunked = traced.captured.module.graph.find_nodes(op="call_function", target=vocabulary_loss)
+        notes.append(
+            "loss_only: no logits are returned, "
+            + ("and they exist for a chunk of tokens at a time." if chunked else "but the loss reads them as a whole.")
         )
     notes += [f"Not counted in the figures: {line}" for line in traced.opaque]
     if traced.rows:

@@ -44,6 +44,10 @@ RANDOM: Mapping[Any, int] = {run_and_save_rng_state: 0, run_with_rng_state: 1}
 """What wraps an operator that may draw random numbers, and which of its arguments is the operator."""
 GATHERS = frozenset({"embedding", "gather", "index", "index_select"})
 """Operators that read as many elements of their first input as they return, not all."""
+MUCH = 8
+"""Times as many bytes as its inputs have: a value that is not worth memory."""
+ORDERING = frozenset({"finished_loss", "after"})
+"""Operators that read their first input alone; the others are only to be there before it."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +196,12 @@ class _Traffic:
     size: Size
     source: dict[fx.Node, fx.Node] = field(default_factory=dict)
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    made: set[fx.Node] = field(default_factory=set)
 
     def by_node(self) -> dict[fx.Node, float]:
         """Bytes by node: of a fused kernel, spread over its nodes by the size of what they compute."""
         self._fuse()
+        self.made = made_in_place_of_use(self.graph, self.size)
         members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.parent:
             members[self._find(node)].append(node)
@@ -213,7 +219,7 @@ class _Traffic:
         for node in self.graph.nodes:
             sources = [self.source[n] for n in node.all_input_nodes]
             self.source[node] = sources[0] if is_view(node) else node
-            level[node] = max((level[n] + (not fuses(n)) for n in sources), default=0)
+            level[node] = max((level[n] + ends_kernel(n) for n in sources), default=0)
             if not _runs(node):
                 continue
             self.parent[node] = node
@@ -233,13 +239,15 @@ class _Traffic:
         read: dict[fx.Node, int] = defaultdict(int)
         for node in group:
             for used in node.all_input_nodes:
-                if (source := self.source[used]) not in inside and not _is_constant(source):
+                if (source := self.source[used]) not in inside and source not in self.made:
                     read[source] = max(read[source], self._read(node, used))
-        outputs = [n for n in group if not _is_constant(n) and any(user not in inside for user in self._users(n))]
+        outputs = [n for n in group if n not in self.made and any(user not in inside for user in self._users(n))]
         return sum(read.values()) + sum(bytes_of(value_of(n), self.size) for n in outputs)
 
     def _read(self, node: fx.Node, used: fx.Node) -> int:
         """Bytes of `used`, perhaps a view, that `node` reads. An expanded view has no more bytes than its source."""
+        if name_of(node) in ORDERING and used is not node.args[0]:
+            return 0
         value, source = (bytes_of(value_of(n), self.size) for n in (used, self.source[used]))
         needed = min(value, source) if is_view(used) else value
         if name_of(node) in GATHERS and used is node.args[0]:
@@ -260,9 +268,32 @@ def _runs(node: fx.Node) -> bool:
     return bool(node.op == "call_function" and tensors(value_of(node)) and not moves)
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of nothing, such as `full` or `iota`: kernels make it where they need it."""
-    return node.op == "call_function" and not node.all_input_nodes
+def made_in_place_of_use(graph: fx.Graph, size: Size = int) -> set[fx.Node]:
+    """Nodes that kernels compute where they need them, instead of reading them: of nothing, such as `full` or `iota`,
+    or of much less than they hold, such as a mask of a matrix made of a number for each row."""
+    found: set[fx.Node] = set()
+    read: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        held, sources = bytes_of(value_of(node), size), node.all_input_nodes
+        read[node] = held
+        if node.op == "call_function" and not sources:
+            found.add(node)
+            read[node] = 0
+        elif is_view(node):
+            read[node] = min(held, read[sources[0]])
+        elif node.op == "call_function" and fuses(node) and not ends_kernel(node) and all(map(fuses, node.users)):
+            needed = sum(read[source] for source in sources)
+            if MUCH * needed < held:
+                found.add(node)
+                read[node] = needed
+    return found
+
+
+def ends_kernel(node: fx.Node) -> bool:
+    """Whether what reads a node runs in a later kernel: it is of another kind, or a sum of all, known at its end."""
+    value = node.meta.get("val")
+    number = isinstance(value, Tensor) and value.ndim == 0
+    return not fuses(node) or (number and any(t.ndim for n in node.all_input_nodes for t in tensors(value_of(n))))
 
 
 def fuses(node: fx.Node) -> bool:

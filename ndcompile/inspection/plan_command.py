@@ -42,6 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--derive", action="store_true", help="derive and print a tp_plan, for a model that has none")
     parser.add_argument("--cpu-offload", action="store_true", help="keep parameters and moments in host memory")
     parser.add_argument("--memory-budget", metavar="SIZE", help="of activations a rank may save, such as 20GB")
+    parser.add_argument("--loss-only", action="store_true", help="return the loss and no logits")
     parser.add_argument("--explain", metavar="NAME", help="tell about one module, parameter or node instead")
     parser.add_argument("--rank", type=rank, metavar="N", help="print the slices that one rank holds instead")
     parser.add_argument("--pass", dest="pass_name", metavar="NAME", help="print what one pass did to the graph instead")
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
         gradient_checkpointing=options.checkpointing,
         rates=options.rates,
         memory_budget=options.memory_budget,
+        loss_only=options.loss_only,
     )
     if options.json:
         made.to_json(options.json)

@@ -55,19 +55,21 @@ def search(
     rates: Rates,
     stage: Callable[[str], None] = lambda text: None,
     workers: int = 1,
+    loss_only: bool = False,
 ) -> SearchResult:
     """All layouts of `world` ranks for training `model` with AdamW, best first, and why others are not among them.
 
     memory_bytes: of one rank. batch_size: sequences of `seq_len` tokens of a whole step, over all ranks, so that every
     layout does the same work. stage: told what was done; a trace takes seconds. workers: processes that trace, of
     some 0.7 GB each. More than one import the caller's main module, so a script needs `if __name__ == "__main__"`.
+    loss_only: see `ndcompile.compile`.
 
     Raises ValueError for sizes below 1, and what `trace` and `estimate` raise.
     """
     for name, value in [("world", world), ("memory", memory_bytes), ("batch", batch_size), ("seq", seq_len)]:
         if value < 1:
             raise ValueError(f"{name}={value} must be 1 or more.")
-    part = _Part.of(model)
+    part = _Part.of(model, loss_only)
     families, illegal = legal_layouts(world, batch_size, part.refusal, part.has_experts)
     priced = partial(_priced, part, memory_bytes, batch_size, seq_len, rates)
     fitting: list[Candidate] = []
@@ -129,21 +131,25 @@ def _representative(layouts: Sequence[Layout]) -> Layout:
 
 @dataclass(frozen=True)
 class _Part:
-    """A model, and a copy with one layer of each kind, whose plans are quick and tell those of the whole."""
+    """A model, and a copy with one layer of each kind, whose plans are quick and tell those of the whole.
+
+    loss_only: how its step is traced.
+    """
 
     model: PreTrainedModel
     small: PreTrainedModel
     stack: LayerStack
     frozen: frozenset[str]
+    loss_only: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _Part:
+    def of(cls, model: PreTrainedModel, loss_only: bool) -> _Part:
         small = copy_without_weights(model)
         plan = build_plan(copy_without_weights(model), dataclasses.asdict(Layout(1, 1, 1)), DistributedConfig())
         stack = stack_of(small, plan)
         keep_traced(small, stack)
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-        return cls(copy_without_weights(model), small, stack, frozen)
+        return cls(copy_without_weights(model), small, stack, frozen, loss_only)
 
     @property
     def has_experts(self) -> bool:
@@ -192,7 +198,8 @@ class _Step:
     @classmethod
     def of(cls, part: _Part, layout: Layout, replicas: int, batch_size: int, seq_len: int, rates: Rates) -> _Step:
         sizes, each = dataclasses.asdict(layout) | {"dp_replicate": replicas}, batch_size // layout.data_ranks
-        traced = trace(part.model, sizes, DistributedConfig(), batch_size=each, seq_len=seq_len, proven=False)
+        options: dict[str, Any] = {"batch_size": each, "seq_len": seq_len, "loss_only": part.loss_only}
+        traced = trace(part.model, sizes, DistributedConfig(), **options, proven=False)
         top_k = getattr(part.model.config.get_text_config(), "num_experts_per_tok", None) or 1
         filled = filled_rows(traced.plan.experts, top_k)
         size = _remembering(traced.size)

@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
         help=f"link and compute rates: {', '.join(PRESETS)}, or a .json or .toml file (h100-infiniband)",
     )
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of every layer")
+    parser.add_argument("--loss-only", action="store_true", help="return the loss and no logits")
     parser.add_argument("--all", action="store_true", help="list all layouts that fit, not the fastest alone")
     parser.add_argument("--json", metavar="FILE", help="write what was found as JSON")
     parser.add_argument("--workers", type=number, default=2, metavar="N", help="processes that trace, 0.7 GB each (2)")
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             rates=rates,
             stage=stage,
             workers=options.workers,
+            loss_only=options.loss_only,
         )
     if options.json:
         write_search(result, options.json)

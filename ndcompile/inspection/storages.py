@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from ndcompile.graphs.saved_activations import is_view, own_part
-from ndcompile.inspection.kernels import fuses, name_of
+from ndcompile.graphs.saved_activations import is_view, names_memory
+from ndcompile.inspection.kernels import Size, ends_kernel, fuses, made_in_place_of_use, name_of
 from ndcompile.operators.host_copies import COPY
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -30,12 +30,14 @@ class Storages:
     """
 
     graph: fx.Graph
+    size: Size = int
     order: list[fx.Node] = field(default_factory=list)
     owner: dict[fx.Node, fx.Node] = field(default_factory=dict)
     death: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = _as_run(self.graph)
+        self.made = made_in_place_of_use(self.graph, self.size)
         self._owners()
         self._deaths()
 
@@ -48,8 +50,8 @@ class Storages:
         self.level: dict[fx.Node, int] = {}
         for node in self.order:
             sources = [self.owner[source] for source in node.all_input_nodes]
-            self.owner[node] = sources[0] if is_view(node) and not own_part(node) else node
-            self.level[node] = max((self.level[s] + (not fuses(s)) for s in sources), default=0)
+            self.owner[node] = sources[0] if names_memory(node) else node
+            self.level[node] = max((self.level[s] + ends_kernel(s) for s in sources), default=0)
 
     def _deaths(self) -> None:
         number = {node: index for index, node in enumerate(self.order)}
@@ -70,15 +72,17 @@ class Storages:
         """Whether a node is computed and used by one fused kernel, so that it is never written."""
         if node.op != "call_function" or not fuses(node) or not node.users:
             return False
+        if node in self.made:
+            return True
         users = list(self._users(node))
         return all(
             user.op == "call_function" and fuses(user) and self.level[user] == self.level[node] for user in users
         )
 
     def _users(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Nodes that read a node's memory, through views."""
+        """Nodes that read a node's memory, through views and as sums in place left it."""
         for user in node.users:
-            if is_view(user) and self.owner[user] is not user:
+            if self.owner[user] is self.owner[node]:
                 yield from self._users(user)
             else:
                 yield user

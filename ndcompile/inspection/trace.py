@@ -23,12 +23,15 @@ from transformers.distributed import DistributedConfig
 from ndcompile.capture.call import bind
 from ndcompile.capture.capture import Captured, capture
 from ndcompile.capture.graph_input import PARAMETER
+from ndcompile.capture.loss_only import drop_logits
+from ndcompile.capture.opaque import OpaqueModules
 from ndcompile.capture.shadow import Shadow, copy_without_weights
 from ndcompile.capture.signature import checkpointed_layers, layers_of
 from ndcompile.graphs.dump import dump
 from ndcompile.graphs.pass_context import PassContext
 from ndcompile.graphs.saved_activations import even_rows
 from ndcompile.inspection.attention import fuse_attention
+from ndcompile.inspection.in_place import sum_in_place
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of, traced_part
 from ndcompile.inspection.mesh_without_ranks import mesh_of_sizes
 from ndcompile.lowering.lower import lower
@@ -75,7 +78,7 @@ class Traced:
     proof: what is known of the captured graph's values along tp; None without tp, and with experts over ep.
     opaque: what to tell of modules that run as one opaque node.
     rows: symbols of sizes that depend on routing -> what even routing would make them. frozen: parameters that are not
-    trained. disabled: passes that were left out.
+    trained. disabled: passes that were left out. loss_only: whether logits are left out of what is returned.
     """
 
     plan: ShardingPlan
@@ -90,6 +93,7 @@ class Traced:
     proof: Proof | None = None
     opaque: tuple[str, ...] = ()
     disabled: frozenset[str] = frozenset()
+    loss_only: bool = False
 
     @cached_property
     def _known(self) -> dict[Any, int]:
@@ -138,13 +142,14 @@ def trace(
     whole: bool = False,
     proven: bool = True,
     memory_budget: int | None = None,
+    loss_only: bool = False,
 ) -> Traced:
     """Trace a training step of `batch_size` sequences of `seq_len` tokens on a mesh of `sizes`.
 
     model: on meta or with weights; it is left as it is. sizes: dp_replicate, fsdp, tp and ep, the number of expert
     shards. whole: trace every layer, even where layers are alike; so does a `memory_budget`, which recomputes some of
     them. disabled: passes to leave out, of the graph and of its schedule. proven: capture without tp too, and prove the
-    graph.
+    graph. loss_only: return no logits.
 
     Works with and without a running process group, and starts none. Raises PlanError and CaptureError as
     `ndcompile.compile` and the first call do.
@@ -162,14 +167,14 @@ def trace(
         ids = torch.empty(batch_size, seq_len, dtype=torch.int64, device="meta")
         signature = inspect.signature(type(copied).forward.__get__(copied))
         call = bind(signature, (), {"input_ids": ids, "labels": ids.clone()})
-        shadow = Shadow(copied, part, mesh)
+        shadow = _shadow(copied, part, mesh, loss_only)
         captured = capture(shadow, copied, call, dynamic=False)
         dtypes = {entry.fqn: entry.dtype for entry in part.parameters}
 
         @cache
         def without_tp() -> fx.Graph:
-            unsharded_shadow = Shadow(copied, *unsharded(part, mesh), shadow.opaque)
-            return capture(unsharded_shadow, copied, call, dynamic=False).module.graph
+            with_whole_weights = _shadow(copied, *unsharded(part, mesh), loss_only, shadow.opaque)
+            return capture(with_whole_weights, copied, call, dynamic=False).module.graph
 
         whole_graph = without_tp if "tp" in mesh.axes and proven else None
         checkpointed = checkpointed_layers(copied)
@@ -188,12 +193,27 @@ def trace(
     assert graphs.forward is not None
     assert graphs.backward is not None, "no parameter requires a gradient"
     for graph in (graphs.forward.graph, graphs.backward.graph):
+        sum_in_place(graph)
         _name_sums(graph)
     rows = MappingProxyType(even_rows(graphs.forward.graph))
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     opaque = tuple(shadow.opaque.notes())
     lowered = (graphs.forward, graphs.backward)
-    return Traced(plan, mesh, captured, *lowered, tuple(views), stack, rows, frozen, proof, opaque, frozenset(disabled))
+    known = (plan, mesh, captured, *lowered, tuple(views), stack, rows, frozen)
+    return Traced(*known, proof, opaque, frozenset(disabled), loss_only)
+
+
+def _shadow(
+    model: PreTrainedModel,
+    plan: ShardingPlan,
+    mesh: StorageMesh,
+    loss_only: bool,
+    opaque: OpaqueModules | None = None,
+) -> Shadow:
+    shadow = Shadow(model, plan, mesh, opaque)
+    if loss_only:
+        drop_logits(shadow.module)
+    return shadow
 
 
 def _view(name: str, graph: fx.Graph, groups: Mapping[str, str]) -> PassView:
