@@ -53,7 +53,8 @@ def expanded(use: Use) -> Fact:
 def interleaved(use: Use) -> Fact:
     """repeat_interleave of a number of times: every element stands beside its copies."""
     known = use.fact(use.node.args[0])
-    if use.argument("dim") is None or known.kind == OWN:
+    over_all = use.argument("dim") is None and ndim(use.node.args[0]) > 1
+    if known.kind == OWN or (known.kind == "S" and over_all):
         raise NotProven("it repeats a value that differs between the ranks over all its dims", KEEP_WHOLE)
     return known
 

@@ -100,7 +100,7 @@ def _auxiliary(layout, checkpoint):
     return abs(output.aux_loss.item() - auxiliary.item()), max(errors.values())
 
 
-@pytest.mark.parametrize("layout", sampled([REPLICATE2_EP2, FSDP2_TP2_EP4], 0))
+@pytest.mark.parametrize("layout", sampled([REPLICATE2_EP2, FSDP2_TP2_EP4], 1))
 def test_the_auxiliary_loss_is_that_of_the_global_batch(ranks, checkpoint, layout):
     folder = checkpoint("qwen3_moe", **ONE, router_aux_loss_coef=0.5)
     for difference, worst in ranks(_auxiliary, layout, folder):
