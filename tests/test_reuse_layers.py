@@ -152,8 +152,9 @@ def step(layers, disabled=()):
 six, loss, gradients = step(6)
 plain, same_loss, same_gradients = step(6, ("reuse_layers",))
 eight, _, _ = step(8)
-equal = all(map(torch.equal, [loss, *gradients], [same_loss, *same_gradients]))
-print(json.dumps({"six": six, "eight": eight, "plain": plain, "equal": equal}))
+errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(gradients, same_gradients)]
+print(json.dumps({"six": six, "eight": eight, "plain": plain, "same loss": torch.equal(loss, same_loss),
+                  "error": max(errors)}))
 """
 
 
@@ -163,5 +164,6 @@ def test_kernels_do_not_grow_with_layers_and_values_are_the_same():
     run = subprocess.run([sys.executable, "-c", SCRIPT], **options)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["equal"]
+    assert found["same loss"]
+    assert found["error"] < 1e-6  # inductor fuses other operators at a subgraph's ends: 3e-7 was seen
     assert found["six"] == found["eight"] < found["plain"]

@@ -12,7 +12,7 @@ import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch._inductor.utils import run_and_get_code
-import models, ndcompile, ndcompile.lower
+import models, ndcompile, ndcompile.lowering.lower
 
 CALL = re.compile(r"torch\\.ops\\._c10d_functional\\.(\\w+)\\.default\\((primals_\\d+)?")
 ndcompile.lowering.lower.LEFT_OUT_ON_CPU = ()
