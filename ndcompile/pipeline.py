@@ -8,6 +8,7 @@ from torch import fx
 
 from ndcompile.capture.capture import Captured
 from ndcompile.graphs.pass_context import PassContext
+from ndcompile.lowering.partition import ON_JOINT_GRAPH
 from ndcompile.lowering.publish import publish
 from ndcompile.lowering.schedule import SCHEDULING
 from ndcompile.passes.checkpoint_layers import checkpoint_layers
@@ -52,7 +53,8 @@ REQUIRED = frozenset({"seed_random_ops", "unshard_parameters", "offload_paramete
 
 
 def pass_names() -> list[str]:
-    """Names of the passes on the captured graph, in order; inductor's are in `schedule.SCHEDULING`."""
+    """Names of the passes on the captured graph, in order; later ones are in `partition.ON_JOINT_GRAPH` and
+    `schedule.SCHEDULING`."""
     return [p.__name__ for p in PASSES]
 
 
@@ -60,7 +62,7 @@ def passes_of(names: Collection[str]) -> frozenset[str]:
     """The passes to leave out. Raises ValueError for names that are no passes, or ones that the result depends on."""
     if isinstance(names, str):
         raise ValueError(f"disable_passes takes several names, not one string: ({names!r},).")
-    names, known = frozenset(names), [*pass_names(), *SCHEDULING]
+    names, known = frozenset(names), [*pass_names(), *ON_JOINT_GRAPH, *SCHEDULING]
     if unknown := names - set(known):
         raise ValueError(f"disable_passes names {sorted(unknown)}, which are no passes. Passes: {known}.")
     if needed := names & REQUIRED:

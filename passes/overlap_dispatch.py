@@ -12,7 +12,7 @@ After:   g = wait(all_to_all(d));  dh = grouped_mm(g, w.t());
 
 Before:  host = to_cpu(counts);  sizes = checked_splits(host);  r = all_to_all(hidden[order], sizes)
 After:   c = start_host_read(counts);  rows = hidden[order];
-         sizes = checked_splits(end_host_read(c));  r = all_to_all(rows, sizes)
+         sizes = checked_splits(end_host_read(c, counts, [rows]));  r = all_to_all(rows, sizes)
 
 What runs beside an exchange are matrix products that do not depend on it, and what only they need:
 
@@ -36,7 +36,7 @@ import math
 from torch import fx
 
 from ndcompile.graphs.exchanges import GRADIENT_BYTES, Exchange, Surroundings, ancestors, dependents, waited_for
-from ndcompile.operators.host_reads import host_reads, part_copy_from_read
+from ndcompile.operators.host_reads import host_reads, launch_before, part_copy_from_read
 
 
 def overlap_dispatch(graph: fx.Graph) -> None:
@@ -104,6 +104,7 @@ def _rows_of_reads(graph: fx.Graph, around: Surroundings) -> dict[fx.Node, list[
         behind = [start for start in starts if around.at[start] > around.at[read]]
         if behind and read not in ancestors([rows := behind[0].all_input_nodes[0]], around.between(read, rows)):
             found[read] = [rows]
+            launch_before(read, [rows])
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ndcompile.lowering.partition import ON_JOINT_GRAPH
 from ndcompile.lowering.schedule import SCHEDULING
 from ndcompile.pipeline import pass_names
 
@@ -18,7 +19,7 @@ from ndcompile.lowering.schedule import Schedule
 plan = ndcompile.plan(models.config("llama", num_hidden_layers=1), {"tp_size": 2}, seq_len=8)
 Schedule(beside_products="tp", groups=plan.traced.groups)(plan.traced.forward.graph)  # as inductor does
 """
-NAMES = ["captured", *pass_names(), *SCHEDULING]
+NAMES = ["captured", *pass_names(), *ON_JOINT_GRAPH, *SCHEDULING]
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def exchange_rows(experts: Experts, hidden: Tensor, index: Tensor, weights: Tens
     local = local.repeat_interleave(receive.reshape(-1), output_size=sizes[1][-1])
     rows = experts(rows, local.unsqueeze(1), rows.new_ones(()).expand(rows.shape[0], 1))
     rows = all_to_all(rows, outgoing, incoming, group.ep.axis.group)
-    return group.join(_combine(rows[torch.argsort(order)], weights), tokens)
+    return group.join(_combine(rows[_inverse(order)], weights), tokens)
 
 
 def mask_others(experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor, group: Group) -> Tensor:
@@ -163,7 +163,7 @@ def exchange_with_capacity(experts: Experts, hidden: Tensor, index: Tensor, weig
     rows = experts(rows, local, (local < plan.local).to(rows.dtype))
     rows = all_to_all(rows, each, each, group.ep.axis.group)
     rows = torch.where(fits.unsqueeze(1), rows[seat.clamp(max=places - 1)], 0.0)
-    return group.join(_combine(rows[torch.argsort(order)], weights), tokens)
+    return group.join(_combine(rows[_inverse(order)], weights), tokens)
 
 
 EXCHANGE: dict[str, Callable[[Experts, Tensor, Tensor, Tensor, Group], Tensor]] = {
@@ -184,6 +184,11 @@ def _closed(sizes: list[Any], total: Any) -> list[Any]:
     """`sizes` with the last one as what the others leave of `total`. So their sum is one symbol instead of many, and
     what symbolic shapes do with it does not grow with the number of ranks."""
     return [*sizes[:-1], total - sum(sizes[:-1])]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`. It is written, as sorting takes a dozen kernels."""
+    return torch.empty_like(order).index_put((order,), torch.arange(order.shape[0], device=order.device))
 
 
 def _combine(rows: Tensor, weights: Tensor) -> Tensor:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, fx
 
 
-def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
     """A new node with its fake value, of the module that `like` belongs to."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     node.meta["custom"] = dict(like.meta.get("custom", {}))
     fakes = fx.node.map_arg(args, lambda each: each.meta["val"])
-    mode = next((each.fake_mode for each in _tensors(fakes)), None)
+    mode = next((each.fake_mode for each in _tensors([fakes, like.meta.get("val")])), None)
     if mode is None:
-        node.meta["val"] = target(*fakes)
+        node.meta["val"] = target(*fakes, **kwargs)
     else:
         with mode, torch.no_grad():
-            node.meta["val"] = target(*fakes)
+            node.meta["val"] = target(*fakes, **kwargs)
     return node
 
 

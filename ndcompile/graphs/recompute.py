@@ -23,6 +23,7 @@ from ndcompile.graphs.saved_activations import even_rows, is_view, nbytes, saved
 from ndcompile.lowering.partition import tag_regathered_weights
 from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, pair, redistribute
 from ndcompile.operators.routing_checks import CHECKED_SPLITS
+from ndcompile.passes.gather_gradients import gather_gradients
 from ndcompile.private.inductor import (
     aot_autograd,
     decompositions,
@@ -147,6 +148,7 @@ def joint_of(
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         options.setdefault("compiler", "inductor")
+        gather_gradients(gm.graph)  # as the partitioner does
         made.append(Joint(layers, fake_mode, fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, options))
         return min_cut_rematerialization_partition(gm, inputs, **options)
 

@@ -23,6 +23,7 @@ from ndcompile.private.inductor import (
     launch_empty_grids,
     order_collectives_of_subgraphs,
     own_decompositions,
+    size_kernels_by_hints,
 )
 from ndcompile.private.tracing import TracingContext, tracing
 
@@ -53,7 +54,7 @@ def lower(
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
     alike: some ranks compute the same values, which must be the same bits (see `KERNELS_ALIKE`).
-    disabled: passes of `schedule.SCHEDULING` to leave out.
+    disabled: passes of `partition.ON_JOINT_GRAPH` and `schedule.SCHEDULING` to leave out.
     fixed_inputs: for a program that inductor records as a CUDA graph, see `cuda_graphs`.
     beside_products: the process group whose collectives `pipeline_matmuls` rewrites.
     groups: process groups -> names of axes, for the graphs that are published.
@@ -66,12 +67,13 @@ def lower(
     module.recompile()
     if backend == "eager":
         return _as_captured(module), Partitioner()
-    partitioner = Partitioner(partition_tags(module.graph))
+    partitioner = Partitioner(partition_tags(module.graph), disabled, groups)
     fakes = [node.meta["val"] for node in captured.placeholders]
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(captured.fake_mode)))
         if backend == "inductor":
             launch_empty_grids()
+            size_kernels_by_hints()
             order_collectives_of_subgraphs()
             stack.enter_context(torch._inductor.config.patch(custom_partitioner_fn=partitioner))
             stack.enter_context(backward_compiled_with_forward())

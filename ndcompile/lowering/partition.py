@@ -10,26 +10,33 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ndcompile.graphs.saved_activations import EXCHANGE, even_rows
 from ndcompile.lowering.own_memory import separate_gradients, wait_once
+from ndcompile.lowering.publish import publish
 from ndcompile.operators.host_copies import COPIED
+from ndcompile.passes.gather_gradients import gather_gradients
 from ndcompile.private.inductor import (
     CustomPartitionerFn,
     get_hash_for_files,
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
+from ndcompile.private.tracing import expect_sizes
 
 LOWERING_SOURCES = tuple(
     str(Path(__file__).parents[1] / f"{name}.py")
     for name in (
+        "graphs/graph_edits",
+        "graphs/saved_activations",
         "lowering/own_memory",
         "lowering/partition",
         "operators/chunked_loss",
@@ -41,7 +48,10 @@ LOWERING_SOURCES = tuple(
         "private/inductor",
         "private/tracing",
     )
-)
+) + (str(gather_gradients.__code__.co_filename),)
+
+ON_JOINT_GRAPH: Mapping[str, Callable[[fx.Graph], None]] = {"gather_gradients": gather_gradients}
+"""Name of a pass on the joint graph -> the pass, in order."""
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -68,20 +78,29 @@ class Partitioner(CustomPartitionerFn):
     """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled, unless they came from a cache.
 
     tags: what the partition depends on besides the graph's text, see `partition_tags`. It is all that a copy or a
-    pickle holds, as inductor makes both of its config to compute cache keys.
+    pickle holds, as inductor makes both of its config to compute cache keys. disabled: passes of ON_JOINT_GRAPH to
+    leave out. groups: process groups -> names of axes, for the graphs that are published.
     """
 
-    def __init__(self, tags: str = "") -> None:
+    def __init__(
+        self, tags: str = "", disabled: Collection[str] = (), groups: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.tags = tags
+        self.names = tuple(name for name in ON_JOINT_GRAPH if name not in disabled)
+        self.groups = dict(groups)
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        for name in self.names:
+            ON_JOINT_GRAPH[name](gm.graph)
+            publish(name, gm.graph, self.groups)
         tag_regathered_weights(gm)
         kwargs.setdefault("compiler", "inductor")
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         wait_once(forward.graph)
         wait_once(backward.graph)
+        hint_rows(forward.graph)
         separate_gradients(backward.graph)
         forward.recompile()
         backward.recompile()
@@ -96,7 +115,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Part of the cache keys: the tags, and the sources that say what the distributed nodes lower to."""
-        return f"{get_hash_for_files(LOWERING_SOURCES).hex()} {self.tags}"
+        return f"{get_hash_for_files(LOWERING_SOURCES).hex()} {self.names} {self.tags}"
 
     def record_and_run(self, gm: fx.GraphModule, backward: bool) -> Callable[..., Any]:
         """Compiler of the `aot_eager` backend: run the graph as it is."""
@@ -110,6 +129,17 @@ class Partitioner(CustomPartitionerFn):
         """Collectives of the forward and the backward graph by kind."""
         graphs = {"forward": self.forward, "backward": self.backward}
         return {name: count_collectives(gm) for name, gm in graphs.items() if gm is not None}
+
+
+def hint_rows(graph: fx.Graph) -> None:
+    """Tell inductor how many rows of tokens to expect where routing decides: as many as even routing brings.
+
+    Without a hint it takes every expression of such a size for 8192, and launches blocks of 256 elements for millions.
+    """
+    sizes = [node.meta["val"].shape[0] for node in graph.find_nodes(op="call_function", target=EXCHANGE)]
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    if symbolic:
+        expect_sizes(symbolic[0].node.shape_env, even_rows(graph))
 
 
 def partition_tags(graph: fx.Graph) -> str:

@@ -10,6 +10,7 @@ On the CPU both operators are copies. Graphs get them from passes/overlap_dispat
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -40,17 +41,19 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("ndcompile::end_host_read", mutates_args=())
-def end_host_read(host: Tensor, x: Tensor) -> Tensor:
+def end_host_read(host: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
     """`host`, which `start_host_read` copies from `x`, once it is there; `x` is given so that its memory stays.
 
-    The host waits for the stream of copies, not for what was launched on others."""
+    The host waits for the stream of copies, not for what was launched on others, such as what computes `before`: that
+    these are operands makes inductor launch them first, where it would compute them when they are read.
+    """
     if x.device.type == "cuda":
         _copying(x.device).synchronize()
     return host.clone()
 
 
 @end_host_read.register_fake
-def _(host: Tensor, x: Tensor) -> Tensor:
+def _(host: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(host)
 
 
@@ -69,6 +72,13 @@ def host_reads(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=CHECKED_SPLITS)
 
 
+def launch_before(read: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Have nodes launched before the host waits at a read whose copy is apart."""
+    wait = read.all_input_nodes[0]
+    if wait.target is END_HOST_READ:
+        wait.args = (*wait.args[:2], list(nodes))
+
+
 def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
     """Let the read's copy from a device start where it stands and be waited for at the read. Returns the nodes that
     wait: none on the CPU, where nothing is copied."""
@@ -81,7 +91,7 @@ def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
     with graph.inserting_before(copy):
         start = graph.call_function(START_HOST_READ, (source,))
     with graph.inserting_before(read):
-        wait = graph.call_function(END_HOST_READ, (start, source))
+        wait = graph.call_function(END_HOST_READ, (start, source, []))
     start.meta, wait.meta = dict(copy.meta), dict(copy.meta)
     copy.replace_all_uses_with(wait)
     graph.erase_node(copy)

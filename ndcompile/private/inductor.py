@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._inductor import comms, inductor_prims, ir
 from torch._inductor import decomposition as inductor_decomposition
+from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -100,6 +103,28 @@ def launch_empty_grids() -> None:
         kind.generate = guarded  # type: ignore[method-assign, assignment]
 
 
+def size_kernels_by_hints() -> None:
+    """Let inductor choose blocks for as many rows as `private.tracing.expect_sizes` told it.
+
+    torch 2.11 takes every kernel over a size without a value for one of 8192 elements, and launches blocks of 256: half
+    a million for the rows of a MoE layer, twice the time. torch 2.13 asks for the hints itself.
+    """
+    original = TritonKernel.codegen_kernel
+    if not hasattr(SizeVarAllocator, "symbolic_hint") or hasattr(original, "asks_for_hints"):
+        return
+
+    def codegen_kernel(kernel: Any, *args: Any, **kwargs: Any) -> str:
+        sizes: Any = V.graph.sizevars
+        sizes.symbolic_hint = partial(sizes.symbolic_hint, use_user_provided_hint_override=True)
+        try:
+            return original(kernel, *args, **kwargs)
+        finally:
+            del sizes.symbolic_hint  # what guards is decided by must not see them
+
+    codegen_kernel.asks_for_hints = True  # type: ignore[attr-defined]
+    TritonKernel.codegen_kernel = codegen_kernel  # type: ignore[method-assign, assignment]
+
+
 force_stride_order: Any = inductor_prims.force_stride_order
 """(tensor, strides): inductor has the tensor computed in this order of memory, or copies it."""
 
@@ -171,6 +196,7 @@ __all__ = [
     "own_decompositions",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "size_kernels_by_hints",
     "skipped_cuda_graphs",
     "tensor_updater",
     "trace_structured",

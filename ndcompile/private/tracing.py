@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,13 @@ from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, guard_scalar
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    guard_scalar,
+    statically_known_true,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -217,6 +223,11 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(expression.subs(numbers))
 
 
+def expect_sizes(env: ShapeEnv, expected: Mapping[Any, int]) -> None:
+    """Tell inductor what symbols without a value will be about. It takes every expression of others for 8192."""
+    env.var_to_hint_override |= {symbol: size for symbol, size in expected.items() if symbol.is_symbol}
+
+
 __all__ = [
     "ConstantSource",
     "DimDynamic",
@@ -234,6 +245,7 @@ __all__ = [
     "compiling",
     "data_as_detached",
     "disable_proxy_modes_tracing",
+    "expect_sizes",
     "fake_tensor",
     "functions_as_nodes",
     "guard_scalar",
@@ -241,6 +253,7 @@ __all__ = [
     "outside_of_tracing",
     "scans_as_operators",
     "size_hint",
+    "statically_known_true",
     "tracing",
     "without_torch_function",
 ]

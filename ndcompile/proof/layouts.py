@@ -52,8 +52,8 @@ def expanded(use: Use) -> Fact:
 
 def interleaved(use: Use) -> Fact:
     """repeat_interleave of a number of times: every element stands beside its copies."""
-    known = use.fact(use.node.args[0])
-    over_all = use.argument("dim") is None and ndim(use.node.args[0]) > 1
+    source: Any = use.node.args[0]
+    known, over_all = use.fact(source), use.argument("dim") is None and ndim(source) > 1
     if known.kind == OWN or (known.kind == "S" and over_all):
         raise NotProven("it repeats a value that differs between the ranks over all its dims", KEEP_WHOLE)
     return known
