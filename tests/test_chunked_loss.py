@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import models
 import torch
 from torch import fx
@@ -12,6 +14,7 @@ TOKENS, VOCABULARY, CHUNK = 4096, 1000, 512
 """A chunk has half as many tokens as the model is wide."""
 
 
+@functools.cache
 def lowered(loss_only: bool, **sizes: int) -> ndcompile.Plan:
     config = models.config("llama", hidden_size=1024, vocab_size=VOCABULARY, tie_word_embeddings=False)
     return ndcompile.plan(config, sizes, seq_len=TOKENS, loss_only=loss_only)
