@@ -37,14 +37,17 @@ SAME = {aten.view.default, aten.reshape.default, aten.alias.default, aten.clone.
 def gather_gradients(graph: fx.Graph) -> None:
     """Rewrite every sum into zeros whose index is a permutation of its rows, or one divided by a number."""
     inverses = _permutations(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
-        if _adds_rows_to_zeros(node):
+    before: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        before.add(node)
+        if node.target is aten.index_put.default and _adds_rows_to_zeros(node):
             moved, times = _divided(node.args[1][0])
             if moved in inverses and _meets_every_row(node, moved, times):
+                if inverses[moved] not in before:
+                    inverses[moved] = _invert(graph, moved)
+                    before.add(inverses[moved])
                 with graph.inserting_before(node):
-                    inverse = inverses[moved] or _invert(graph, moved)
-                    inverses[moved] = inverse
-                    node.replace_all_uses_with(_gathered(graph, node, inverse, times))
+                    node.replace_all_uses_with(_gathered(graph, node, inverses[moved], times))
                 erase(node)
 
 
@@ -84,17 +87,26 @@ def _is_written(node: fx.Node) -> bool:
     counts = values.target is torch.ops.prims.iota.default and (values.kwargs["start"], values.kwargs["step"]) == (0, 1)
     if not counts or any(each.meta["val"].ndim != 1 for each in (base, index)):
         return False
+    if base.meta["val"].dtype != torch.int64:  # what does not hold every number of a row is no index
+        return False
     sizes = [each.meta["val"].shape[0] for each in (base, index, values)]
     return _same_size(sizes[0], sizes[1]) and _same_size(sizes[1], sizes[2])
 
 
 def _adds_rows_to_zeros(node: fx.Node) -> bool:
+    """Of floating point alone: a sum of integers wraps, and one of booleans is another thing than `aten.sum`."""
     args: Any = node.args
     if len(args) < 4 or args[3] is not True or len(args[1]) != 1 or args[1][0].meta["val"].ndim != 1:
         return False
-    zeros, values = args[0], args[2]
-    made = zeros.target is aten.full.default and zeros.args[1] == 0
-    return made and values.meta["val"].dtype == node.meta["val"].dtype
+    zeros, values, made = args[0], args[2].meta["val"], node.meta["val"]
+    return (
+        zeros.target is aten.full.default
+        and zeros.args[1] == 0
+        and made.dtype == values.dtype
+        and made.dtype.is_floating_point
+        and made.ndim == values.ndim
+        and all(map(_same_size, made.shape[1:], values.shape[1:]))
+    )
 
 
 def _divided(index: fx.Node) -> tuple[fx.Node, int]:
@@ -130,6 +142,9 @@ def _invert(graph: fx.Graph, moved: fx.Node) -> fx.Node:
         size: Any = moved.meta["val"].shape[0]
         if not isinstance(size, int):
             size = call(graph, aten.sym_size.int, (moved, 0), moved)
+        if isinstance(size, fx.Node) and isinstance(known := size.meta["val"], int):  # a symbol with one value by now
+            erase(size)
+            size = known
     with graph.inserting_after(size if isinstance(size, fx.Node) else moved):
         counted = call(graph, torch.ops.prims.iota.default, (size,), moved, **_iota_options(moved))
     with graph.inserting_after(counted):

@@ -72,6 +72,45 @@ def written_with_one_number(x: Tensor, keys: Tensor) -> Tensor:
     return x[torch.empty_like(order).index_put((order,), torch.arange(1))]
 
 
+def added_wide(x: Tensor, keys: Tensor) -> Tensor:
+    count = keys.shape[0]
+    return torch.zeros(count, count).index_put((torch.argsort(keys),), x[:, 0], accumulate=True)
+
+
+def added_columns(x: Tensor, keys: Tensor) -> Tensor:
+    return torch.zeros(keys.shape[0], WIDTH).index_put((torch.argsort(keys),), x[:, :1], accumulate=True)
+
+
+def counted(x: Tensor, keys: Tensor) -> Tensor:
+    each = torch.zeros(TOKENS).index_put((torch.argsort(keys) // TIMES,), torch.tensor(1.0), accumulate=True)
+    return x[:TOKENS] * each[:, None]
+
+
+def hit(x: Tensor, keys: Tensor) -> Tensor:
+    order = torch.argsort(keys) // TIMES
+    each = torch.zeros(TOKENS, dtype=torch.bool).index_put((order,), keys >= 0, accumulate=True)
+    return x[:TOKENS] * each.float()[:, None]
+
+
+def wrapped(x: Tensor, keys: Tensor) -> Tensor:
+    order, many = torch.argsort(keys) // TIMES, torch.full((keys.shape[0],), 2**30, dtype=torch.int32)
+    each = torch.zeros(TOKENS, dtype=torch.int32).index_put((order,), many, accumulate=True)
+    return x[:TOKENS] * each.float()[:, None]
+
+
+def undone_later(x: Tensor, keys: Tensor) -> Tensor:
+    order = torch.argsort(keys)
+    return torch.zeros_like(x).index_add(0, order, x).sin()[torch.argsort(order)]
+
+
+def written_narrow(x: Tensor, keys: Tensor) -> Tensor:
+    order = torch.argsort(keys)
+    narrow = torch.empty(keys.shape[0], dtype=torch.int8).index_put(
+        (order,), torch.arange(keys.shape[0], dtype=torch.int8)
+    )
+    return x[torch.argsort(narrow)]
+
+
 def half_written(x: Tensor, keys: Tensor) -> Tensor:
     order = torch.sort(keys).indices
     inverse = torch.zeros(2 * order.shape[0], dtype=torch.int64).index_put(
@@ -137,6 +176,16 @@ def test_gradients_of_rows_that_are_not_all_met_as_often_are_added(rows):
     found, graph = gradient(rows, x, keys)
     torch.testing.assert_close(found, expected(rows, x, keys))
     assert sums_into_zeros(graph) == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "rows", [added_wide, added_columns, counted, hit, wrapped, undone_later, written_narrow], ids=lambda f: f.__name__
+)
+def test_sums_of_another_kind_keep_their_values(rows, dynamic):
+    x, keys = case(rows)
+    found, _ = gradient(rows, x, keys, dynamic)
+    torch.testing.assert_close(found, expected(rows, x, keys))
 
 
 def test_an_inverse_that_the_graph_has_is_used():
