@@ -43,11 +43,12 @@ def gather_gradients(graph: fx.Graph) -> None:
         if node.target is aten.index_put.default and _adds_rows_to_zeros(node):
             moved, times = _divided(node.args[1][0])
             if moved in inverses and _meets_every_row(node, moved, times):
-                if inverses[moved] not in before:
-                    inverses[moved] = _invert(graph, moved)
-                    before.add(inverses[moved])
+                inverse = inverses[moved]
+                if inverse is None or inverse not in before:
+                    inverse = inverses[moved] = _invert(graph, moved)
+                    before.add(inverse)
                 with graph.inserting_before(node):
-                    node.replace_all_uses_with(_gathered(graph, node, inverses[moved], times))
+                    node.replace_all_uses_with(_gathered(graph, node, inverse, times))
                 erase(node)
 
 

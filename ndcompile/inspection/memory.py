@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -75,16 +75,14 @@ def memory(traced: Traced, optimizer_dtype: torch.dtype | None = None) -> Memory
     trained = [p for p in traced.plan.parameters if p.fqn not in traced.frozen]
     parameters = sum(stored_bytes(p) for p in traced.plan.parameters)
     optimizer = MOMENTS * sum(stored_bytes(p, optimizer_dtype) for p in trained)
-    forward, backward = (Storages(gm.graph, traced.size) for gm in (traced.forward, traced.backward))
     saved = saved_activations(traced.forward.graph, traced.backward.graph)
-    alive = max(_forward_peak(traced, forward), _backward_peak(traced, backward, saved))
     offloads = traced.plan.cpu_offload
     return Memory(
         parameters=parameters,
         gradients=sum(stored_bytes(p) for p in trained),
         optimizer=optimizer,
         activations=sum(_bytes(traced, node) * traced.times(node) for node in saved.values()),
-        peak=alive + (0 if offloads else parameters + optimizer),
+        peak=Alive.of(traced).peak() + (0 if offloads else parameters + optimizer),
         copied=(_copied(traced, COPY), _copied(traced, BACK)) if offloads else None,
     )
 
@@ -100,22 +98,46 @@ def stored_bytes(entry: ParameterPlan, dtype: torch.dtype | None = None) -> int:
     return prod(entry.storage_shape) * (dtype or entry.dtype).itemsize
 
 
-def _forward_peak(traced: Traced, storages: Storages) -> int:
-    """Most bytes alive at a node of the forward graph, without parameters, buffers and inputs."""
-    births = {node: index for index, node in enumerate(storages.order) if node.op != "placeholder"}
-    lives = [_life(traced, storages, node, births[node], node) for node in storages.death if node in births]
-    return _peak(traced, storages.order, lives)
+@dataclass(frozen=True)
+class Alive:
+    """What a step has alive besides parameters and moments.
+
+    forward: most bytes at a node of the forward graph, without buffers and inputs. order, backward: the nodes of the
+    backward graph, and its memories: what forward kept and the gradients of the outputs at first.
+    """
+
+    traced: Traced
+    forward: int
+    order: Sequence[fx.Node]
+    backward: Sequence[_Life]
+
+    @classmethod
+    def of(cls, traced: Traced) -> Alive:
+        forward, backward = (Storages(gm.graph, traced.size) for gm in (traced.forward, traced.backward))
+        births = {node: index for index, node in enumerate(forward.order) if node.op != "placeholder"}
+        lives = [_life(traced, forward, node, births[node], node) for node in forward.death if node in births]
+        saved = saved_activations(traced.forward.graph, traced.backward.graph)
+        return cls(
+            traced, _peak(traced, forward.order, lives), backward.order, list(_backward_lives(traced, backward, saved))
+        )
+
+    def peak(self, gradients: float = 1.0) -> int:
+        """Most bytes alive at a node. gradients: how large those of parameters are, in parts of the traced ones."""
+        lives = [
+            replace(life, nbytes=int(life.nbytes * gradients))
+            if life.birth >= 0 and life.death >= len(self.order)
+            else life
+            for life in self.backward
+        ]
+        return max(self.forward, _peak(self.traced, self.order, lives))
 
 
-def _backward_peak(traced: Traced, storages: Storages, saved: Mapping[str, fx.Node]) -> int:
-    """Most bytes alive at a node of the backward graph: what forward kept and the gradients of the outputs at first."""
-    lives = []
+def _backward_lives(traced: Traced, storages: Storages, saved: Mapping[str, fx.Node]) -> Iterable[_Life]:
     for index, node in enumerate(storages.order):
         held = node.name in saved or node.name.startswith("tangents")
         if node in storages.death and (node.op != "placeholder" or held):
             birth = index if node.op != "placeholder" else -1
-            lives.append(_life(traced, storages, node, birth, saved.get(node.name, node)))
-    return _peak(traced, storages.order, lives)
+            yield _life(traced, storages, node, birth, saved.get(node.name, node))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ndcompile.errors import PlanError
 from ndcompile.inspection.kernels import Kernels, Size, filled_rows, kernels
 from ndcompile.inspection.layers import LayerStack, keep_traced, stack_of
 from ndcompile.inspection.legal_layouts import legal_layouts
-from ndcompile.inspection.memory import MOMENTS, memory, stored_bytes
+from ndcompile.inspection.memory import MOMENTS, Alive, stored_bytes
 from ndcompile.inspection.rates import Rates
 from ndcompile.inspection.scheduled import scheduled
 from ndcompile.inspection.search_result import Candidate, Layout, SearchResult, Unfit
@@ -191,7 +191,7 @@ class _Step:
     graphs: tuple[fx.Graph, fx.Graph]
     layout: Layout
     costs: tuple[Kernels, Kernels]
-    traced_peak: int
+    alive: Alive
     rates: Rates
     size: Size
 
@@ -205,11 +205,13 @@ class _Step:
         size = _remembering(traced.size)
         forward, backward = scheduled(traced)
         costs = kernels(forward, rates, size, filled), kernels(backward, rates, size, filled)
-        return cls(part, traced, (forward, backward), layout, costs, memory(traced).peak, rates, size)
+        return cls(part, traced, (forward, backward), layout, costs, Alive.of(traced), rates, size)
 
     def peak(self, layout: Layout) -> int:
-        """Bytes at the peak: of the traced layout, with this one's parameters, gradients and moments."""
-        return self.traced_peak + self.part.states(layout) - self.part.states(self.layout)
+        """Bytes at the peak: what the traced layout has alive, with this one's parameters, gradients and moments."""
+        parameters, trained = self.part.stored(layout)
+        gradients = trained / max(1, self.part.stored(self.layout)[1])
+        return self.alive.peak(gradients) + parameters + MOMENTS * trained
 
     def candidate(self, layout: Layout, states: int, peak: int, tokens: float) -> Candidate:
         """tokens: of a step and rank."""
@@ -220,6 +222,7 @@ class _Step:
             optimizer_bytes=ADAMW_PASSES * self.part.stored(layout)[1],
             size=self.size,
             costs=self.costs,
+            parts={"dp_replicate": self.layout.fsdp / layout.fsdp},  # copies of a shard reduce that shard
         )
         exposed = next(figure.value for figure in result.time if figure.name == "exposed share")
         return Candidate(layout, result.step, tokens / result.step, exposed, states, peak)

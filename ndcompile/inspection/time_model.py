@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from types import MappingProxyType
 
 import networkx
 from torch import fx
@@ -67,38 +68,47 @@ def estimate(
     size: Size = int,
     filled: Mapping[str, float] | None = None,
     costs: tuple[Kernels, Kernels] | None = None,
+    parts: Mapping[str, float] = MappingProxyType({}),
 ) -> TimeEstimate:
     """Estimate a training step from its graphs, of all layers and in the order in which they run (see `scheduled`).
 
     axes: of the storage mesh. optimizer_bytes: that an optimizer step reads and writes, see ADAMW_PASSES. size: a
     symbolic size as a number. filled: see `kernels.filled_rows`. costs: what `kernels` makes of the two graphs, where
-    that is known; axes have no part in it.
+    that is known; axes have no part in it. parts: axis -> what it moves, as a part of what the graphs say.
 
     Raises ValueError for a dtype without a rate, and for a collective without a formula.
     """
     groups = groups_of(axes, rates.ranks_a_node)
     tasks: list[Task] = []
-    parts = costs or (kernels(forward, rates, size, filled), kernels(backward, rates, size, filled))
-    for phase, graph, cost in (("forward", forward, parts[0]), ("backward", backward, parts[1])):
-        tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size), groups, len(tasks))
+    costs = costs or (kernels(forward, rates, size, filled), kernels(backward, rates, size, filled))
+    for phase, graph, cost in (("forward", forward, costs[0]), ("backward", backward, costs[1])):
+        tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size, parts), groups, len(tasks))
     tasks.append(Task("optimizer", "", "optimizer", optimizer_bytes / (rates.memory_bandwidth * rates.memory_fraction)))
     path = _critical_path(tasks)
-    return TimeEstimate(_time(tasks, path, rates), _compute(parts, tasks, rates), _fold(path))
+    return TimeEstimate(_time(tasks, path, rates), _compute(costs, tasks, rates), _fold(path))
 
 
-def collective_times(graph: fx.Graph, axes: Mapping[str, Axis], rates: Rates, size: Size = int) -> dict[fx.Node, float]:
-    """Seconds of every collective node of a graph.
+def collective_times(
+    graph: fx.Graph,
+    axes: Mapping[str, Axis],
+    rates: Rates,
+    size: Size = int,
+    parts: Mapping[str, float] = MappingProxyType({}),
+) -> dict[fx.Node, float]:
+    """Seconds of every collective node of a graph. parts: see `estimate`.
 
     Raises ValueError for a collective without a formula.
     """
     groups = groups_of(axes, rates.ranks_a_node)
-    return {node: _collective(node, groups, rates, size) for node in graph.nodes if is_collective(node)}
+    return {node: _collective(node, groups, rates, size, parts) for node in graph.nodes if is_collective(node)}
 
 
-def _collective(node: fx.Node, groups: Mapping[str, Group], rates: Rates, size: Size) -> float:
-    source = node.all_input_nodes[0].meta["val"]
+def _collective(
+    node: fx.Node, groups: Mapping[str, Group], rates: Rates, size: Size, parts: Mapping[str, float]
+) -> float:
+    source, group = node.all_input_nodes[0].meta["val"], groups[group_name(node)]
     nbytes = max(timed.bytes_of(source, size), timed.bytes_of(node.meta["val"], size))
-    return collective_seconds(name_of(node), nbytes, groups[group_name(node)], rates)
+    return collective_seconds(name_of(node), nbytes * parts.get(group.axis, 1.0), group, rates)
 
 
 def group_name(node: fx.Node) -> str:
