@@ -36,7 +36,7 @@ def fit_memory_budget(graph: fx.Graph, context: PassContext) -> None:
         return
     layers = tuple(name for name in context.layers if name not in context.checkpointed)
     found = classes(graph, layers)
-    joint = joint_of(graph, context.fake_mode, layers, found)
+    joint = joint_of(graph, context.fake_mode, layers, found, context.disabled)
     if joint is None:
         return
     stages = context.agree_on_recompute(_choose(joint, sorted({kind for _, kind in found.values()} - {0}), budget))

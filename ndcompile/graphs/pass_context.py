@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ class PassContext:
     verify: what happens to a graph that is not proven, see `ndcompile.proof.check`.
     layers: FQNs of the layers that could be recomputed, in order. memory_budget: bytes that forward may save, if given.
     agree_on_recompute: what the ranks make of this one's choice.
-    offloads: parameters live in host memory, see `host_copies.py`.
+    offloads: parameters live in host memory, see `host_copies.py`. disabled: names of passes that are left out.
     whole_graph: captures the same call in global shapes, on a tp axis of one rank; None where that was checked before.
     """
 
@@ -40,6 +40,7 @@ class PassContext:
     memory_budget: int | None = None
     agree_on_recompute: Callable[[Choice], Stages] = alone
     offloads: bool = False
+    disabled: Collection[str] = ()
 
     def axis(self, name: str) -> Axis | None:
         """An axis of the mesh; None when its size is 1."""

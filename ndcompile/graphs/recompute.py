@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,9 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ndcompile.graphs.saved_activations import even_rows, is_view, nbytes, saved_activations
-from ndcompile.lowering.partition import tag_regathered_weights
+from ndcompile.lowering.partition import joint_passes, run_on_joint_graph, tag_regathered_weights
 from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, pair, redistribute
 from ndcompile.operators.routing_checks import CHECKED_SPLITS
-from ndcompile.passes.gather_gradients import gather_gradients
 from ndcompile.private.inductor import (
     aot_autograd,
     decompositions,
@@ -141,14 +140,21 @@ class Joint:
 
 
 def joint_of(
-    graph: fx.Graph, fake_mode: FakeTensorMode, layers: Sequence[str], found: Mapping[fx.Node, tuple[int, int]]
+    graph: fx.Graph,
+    fake_mode: FakeTensorMode,
+    layers: Sequence[str],
+    found: Mapping[fx.Node, tuple[int, int]],
+    disabled: Collection[str] = (),
 ) -> Joint | None:
-    """The joint graph of a captured graph whose classes are `found`; None if there is no backward."""
+    """The joint graph of a captured graph whose classes are `found`; None if there is no backward.
+
+    disabled: passes that are left out of it.
+    """
     made: list[Joint] = []
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         options.setdefault("compiler", "inductor")
-        gather_gradients(gm.graph)  # as the partitioner does
+        run_on_joint_graph(gm.graph, joint_passes(disabled))
         made.append(Joint(layers, fake_mode, fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, options))
         return min_cut_rematerialization_partition(gm, inputs, **options)
 

@@ -33,7 +33,7 @@ def common(choices: Sequence[Choice]) -> Stages:
             f"memory_budget={spell_bytes(worst.budget)} is too small: rank {rank} keeps {spell_bytes(worst.saved)} "
             f"({worst.saved} bytes) between forward and backward at least, {spell_bytes(worst.outside)} of them "
             "outside of the layers, such as logits. Raise the budget to that, give a rank fewer sequences or tokens, "
-            "or shard activations by tp; loss_only=True keeps no logits."
+            "or shard activations by tp; with loss_only=True no logits are kept."
         )
     return tuple(map(max, zip(*(choice.stages for choice in choices), strict=True)))
 

@@ -274,7 +274,11 @@ def _notes(traced: Traced) -> tuple[str, ...]:
         chunked = traced.captured.module.graph.find_nodes(op="call_function", target=vocabulary_loss)
         notes.append(
             "loss_only: no logits are returned, "
-            + ("and they exist for a chunk of tokens at a time." if chunked else "but the loss reads them as a whole.")
+            + (
+                "and they exist for a chunk of tokens at a time."
+                if chunked
+                else "but no loss was found to do without them as a whole."
+            )
         )
     notes += [f"Not counted in the figures: {line}" for line in traced.opaque]
     if traced.rows:

@@ -12,6 +12,7 @@ from ndcompile.derive import DERIVE
 from ndcompile.errors import MeshError
 from ndcompile.inspection.api import check_output, load_plan, plan
 from ndcompile.inspection.rates import PRESETS
+from ndcompile.mesh import check_expert_size
 
 AXES = {
     "fsdp": "ranks that shard parameters and have different batches",
@@ -98,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> DistributedConfig:
+    check_expert_size({"fsdp": options.fsdp, "tp": options.tp}, options.ep)  # names the legal sizes
     try:
         return DistributedConfig(
             dp_replicate_size=options.dp_replicate,

@@ -180,6 +180,7 @@ def trace(
         checkpointed = checkpointed_layers(copied)
         context = PassContext(part, mesh, dtypes, captured.fake_mode, checkpointed, whole_graph)
         context = replace(context, layers=layers_of(copied), memory_budget=memory_budget, offloads=plan.cpu_offload)
+        context = replace(context, disabled=frozenset(disabled))
         groups = {axis.group: name for name, axis in mesh.axes.items()}
         later = set() if memory_budget is None else {BUDGET}  # it measures the graph that is lowered
         proof = run_passes(
@@ -189,7 +190,7 @@ def trace(
         fuse_attention(captured.module.graph)
         if later.difference(disabled):
             fit_memory_budget(captured.module.graph, context)
-        graphs = lower(captured, "aot_eager", alike=True)[1]
+        graphs = lower(captured, "aot_eager", alike=True, disabled=disabled)[1]
     assert graphs.forward is not None
     assert graphs.backward is not None, "no parameter requires a gradient"
     for graph in (graphs.forward.graph, graphs.backward.graph):

@@ -74,6 +74,19 @@ LAYOUT_OPS = {
 """What stands between an all-gather and the use of the full weight."""
 
 
+def joint_passes(disabled: Collection[str]) -> tuple[str, ...]:
+    """Names of the passes on the joint graph, but the disabled ones."""
+    return tuple(name for name in ON_JOINT_GRAPH if name not in disabled)
+
+
+def run_on_joint_graph(graph: fx.Graph, names: Sequence[str], groups: Mapping[str, str] | None = None) -> None:
+    """Run passes of ON_JOINT_GRAPH. groups: process groups -> names of axes, to publish what each leaves; else none."""
+    for name in names:
+        ON_JOINT_GRAPH[name](graph)
+        if groups is not None:
+            publish(name, graph, groups)
+
+
 class Partitioner(CustomPartitionerFn):
     """Called by AOTAutograd with the joint graph. Keeps the graphs that were compiled, unless they came from a cache.
 
@@ -86,15 +99,13 @@ class Partitioner(CustomPartitionerFn):
         self, tags: str = "", disabled: Collection[str] = (), groups: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self.tags = tags
-        self.names = tuple(name for name in ON_JOINT_GRAPH if name not in disabled)
+        self.names = joint_passes(disabled)
         self.groups = dict(groups)
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        for name in self.names:
-            ON_JOINT_GRAPH[name](gm.graph)
-            publish(name, gm.graph, self.groups)
+        run_on_joint_graph(gm.graph, self.names, self.groups)
         tag_regathered_weights(gm)
         kwargs.setdefault("compiler", "inductor")
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

@@ -304,7 +304,7 @@ class CompiledModel:
         captured = capture(self.shadow, self.model, call, dynamic)
         context = self.pass_context(captured, self.whole_capture(call, dynamic))
         run_passes(captured, context, self.options.disabled)
-        return lower(captured, "aot_eager", alike=True)[1]
+        return lower(captured, "aot_eager", alike=True, disabled=self.options.disabled)[1]
 
     def pass_context(self, captured: Captured, whole: Callable[[], Captured] | None = None) -> PassContext:
         """What the passes know besides the graph; `whole` see `whole_capture`."""
@@ -323,6 +323,7 @@ class CompiledModel:
             layers_of(self.model),
             self.options.memory_budget,
             offloads=self.offloads,
+            disabled=self.options.disabled,
         )
 
     def whole_capture(self, call: Call, dynamic: bool) -> Callable[[], Captured]:
