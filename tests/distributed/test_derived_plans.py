@@ -43,6 +43,7 @@ def _prompts():
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.slow
 def test_states_of_a_state_space_are_shards_in_the_cache_of_generate(world, tmp_path):
     model = zoo.build("mamba").eval()
     torch.manual_seed(0)
