@@ -30,12 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ndcompile
 
 
-def sizes_of(case: str) -> dict[str, int]:
-    return {name: int(size) for name, size in (part.split("=") for part in case.partition(":")[2].split(","))}
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    sizes = sizes_of(args.case)
+    sizes = train.sizes_of(args.case)
     model = train.build_ndcompile(args, sizes)
     ndcompile.init_weights(model, 0)
     data_ranks = sizes.get("dp_replicate", 1) * sizes.get("fsdp", 1)
@@ -97,7 +93,7 @@ def main() -> None:
     args.checkpoint = None
     transformers.logging.set_verbosity_error()
     torch.cuda.set_device(0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes_of(args.case).values()))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(train.sizes_of(args.case).values()))
     result = run(args)
     print(json.dumps(result), flush=True)
     if args.out:

@@ -80,7 +80,7 @@ def estimated(
     case: str, model: str, exchange: str | None, layers: int, batch: int, sequence: int | None, loss_only: bool | None
 ) -> Any:
     """Figures of memory and time by name."""
-    sizes = {name: int(size) for name, size in (part.split("=") for part in case.removeprefix(SYSTEM).split(","))}
+    sizes = train.sizes_of(case)
     asked: dict[str, Any] = {f"{name}_size": size for name, size in sizes.items()}
     if exchange is not None:
         asked["ep_implementation"] = exchange

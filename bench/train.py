@@ -94,6 +94,11 @@ def config(kind: str, layers: int) -> PretrainedConfig:
     )
 
 
+def sizes_of(case: str) -> dict[str, int]:
+    """The sizes of the axes of a case."""
+    return {name: int(size) for name, size in (part.split("=") for part in case.partition(":")[2].split(","))}
+
+
 def save_checkpoint(folder: str, kind: str, layers: int) -> None:
     """Random weights, written once by rank 0."""
     if dist.get_rank() == 0 and not os.path.exists(f"{folder}/config.json"):
@@ -214,8 +219,7 @@ def measure(step: Callable[[], torch.Tensor], steps: int, losses: list[torch.Ten
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    system, _, layout = args.case.partition(":")
-    sizes = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
+    system, sizes = args.case.partition(":")[0], sizes_of(args.case)
     save_checkpoint(args.checkpoint, args.model, args.layers)
     start = time.perf_counter()
     if system == "ndcompile":

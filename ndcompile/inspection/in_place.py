@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ndcompile.operators.chunked_loss import add_product
+from ndcompile.operators.chunked_loss import ADD_PRODUCT
 from ndcompile.private.tracing import auto_functionalized
-
-SUM = add_product._opoverload
 
 
 def sum_in_place(graph: fx.Graph) -> None:
@@ -17,11 +15,11 @@ def sum_in_place(graph: fx.Graph) -> None:
     After: add_product(total, l, r), whose memory is that of `total`. Only shapes and sizes are asked of it.
     """
     for call in graph.find_nodes(op="call_function", target=auto_functionalized):
-        if call.args[0] is not SUM:
+        if call.args[0] is not ADD_PRODUCT:
             continue
         for result in list(call.users):
             if result.users:
-                result.target = SUM
+                result.target = ADD_PRODUCT
                 result.args = (*call.kwargs["_all_bases"], call.kwargs["left"], call.kwargs["right"])
             else:
                 graph.erase_node(result)

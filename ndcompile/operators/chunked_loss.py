@@ -167,6 +167,10 @@ def _(total: torch.Size, left: torch.Size, right: torch.Size, **_: object) -> in
     return 2 * left.numel() * right[1]
 
 
+ADD_PRODUCT = torch.ops.ndcompile.add_product.default
+"""The operator as it stands in a graph."""
+
+
 @torch.library.custom_op("ndcompile::finished_loss", mutates_args=())
 def finished_loss(total: Tensor, labels_known: Tensor, gradients: Sequence[Tensor], full: int) -> Tensor:
     """A copy of `total` that exists after `gradients`: the partitioner would otherwise compute them in backward, and
