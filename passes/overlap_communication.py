@@ -39,6 +39,10 @@ AHEAD = 512 * 2**20
 """Bytes of whole weights that are gathered before their turn, and of whole gradients that are being reduced; at least
 one of each. A product of 8,192 tokens takes about three times as long as the gather of its weight over NVLink."""
 
+LARGE = AHEAD // 2
+"""What a larger one counts for where smaller ones are under way: the head of a large vocabulary would have nothing to
+hide behind if it could start only once all before it are done."""
+
 
 def overlap_communication(graph: fx.Graph) -> None:
     """Put the nodes of the graph in the new order."""
@@ -60,7 +64,9 @@ class _Order:
     def __init__(self, gathers: list[Chain], reductions: list[Chain]) -> None:
         self.nodes: dict[fx.Node, None] = {}
         self.gathers = gathers
-        self.gather_of = {node: at for at, g in enumerate(gathers) for node in (*g.before, g.start, *g.after)}
+        self.gather_of = {
+            node: at for at, g in enumerate(gathers) for node in (*g.before, g.start, *g.results, *g.after)
+        }
         self.started = self.copied = 0
         self.waited: set[int] = set()
         self.reductions = {chain.start: chain for chain in reductions}
@@ -74,6 +80,8 @@ class _Order:
         for used in node.all_input_nodes:
             if used in self.gather_of:
                 self._need(self.gather_of[used])
+        if node in self.reductions:
+            self._start()
         self.nodes[node] = None
         if node in self.reductions:
             chain = self.reductions[node]
@@ -91,39 +99,56 @@ class _Order:
         if at in self.waited:
             return
         self.waited.add(at)
-        while self.started < len(self.gathers) and (self.started <= at or self._may_start()):
-            chain = self.gathers[self.started]
-            self._place([*chain.before, chain.start])
-            self.started += 1
+        self._start(at)
         while self.copied < len(self.gathers) and self._may_copy():
             self._place(self.gathers[self.copied].copies)
             self.copied += 1
         self._place(self.gathers[at].after)
 
+    def _start(self, at: int = -1) -> None:
+        """Start gathers up to that of number `at`, and all that may start before their turn."""
+        while self.started < len(self.gathers) and (self.started <= at or self._may_start()):
+            chain = self.gathers[self.started]
+            self._place([*chain.before, chain.start, *chain.results])
+            self.started += 1
+
     def _may_start(self) -> bool:
         """Whether one more gather fits into the bytes ahead."""
         ahead = [self.gathers[i].size for i in range(self.started) if i not in self.waited]
-        return not ahead or sum(ahead) + self.gathers[self.started].size <= AHEAD
+        return not ahead or sum(ahead) + min(self.gathers[self.started].size, LARGE) <= AHEAD
 
     def _may_copy(self) -> bool:
         """Whether one more shard may be copied ahead of its gather: at least one, and as many bytes of weights as are
         gathered ahead."""
         ahead = [self.gathers[i].size for i in range(self.started, self.copied)]
-        return not ahead or sum(ahead) + self.gathers[self.copied].size <= AHEAD
+        return not ahead or sum(ahead) + min(self.gathers[self.copied].size, LARGE) <= AHEAD
 
     def _under_way(self, after: list[fx.Node], size: int) -> None:
         self.under_way.append((after, size))
-        while len(self.under_way) > 1 and sum(size for _, size in self.under_way) > AHEAD:
+        while len(self.under_way) > 1 and self._bytes_under_way() > AHEAD:
             self._complete_oldest()
+
+    def _bytes_under_way(self) -> int:
+        oldest, *later = (size for _, size in self.under_way)
+        return min(oldest, LARGE) + sum(later)
 
     def _complete_oldest(self) -> None:
         """Wait for the oldest reduction; if its result is reduced further, that is under way then."""
         after, size = self.under_way.popleft()
-        waits = (at for at, node in enumerate(after) if at and node.target is WAIT)
-        end = next(waits, len(after))
-        self._place(after[:end])
-        if rest := after[end:]:
-            self._under_way(rest, size)
+        further = _behind_further_waits(after)
+        self._place([node for node in after if node not in further])
+        if further:
+            self._under_way([node for node in after if node in further], size)
 
     def _place(self, nodes) -> None:
         self.nodes.update(dict.fromkeys(nodes))
+
+
+def _behind_further_waits(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Those of `nodes`, in order, that wait for a collective which one of them starts, or depend on such a wait."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        given = node.all_input_nodes
+        if not found.isdisjoint(given) or (node.target is WAIT and given[0] in nodes):
+            found.add(node)
+    return found

@@ -1,96 +1,17 @@
 """The passes on lowered graphs, each on a small graph: what moves, what is merged, and what stays."""
 
-from contextlib import nullcontext
 from itertools import groupby
 
 import torch
+from collective_graphs import MIB, RANKS, Graph, backward, forward, replicated_backward
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from ndcompile.graphs.collective_chains import GATHER, collectives
-from ndcompile.operators.host_copies import BACK, COPIED, COPY, HOST
+from ndcompile.operators.host_copies import BACK
 from ndcompile.passes import reuse_layers
 from ndcompile.passes.bucket_collectives import bucket_collectives
 from ndcompile.passes.overlap_communication import overlap_communication
 from ndcompile.private.inductor import invoke_subgraph
-
-MIB = 2**20
-RANKS = 2
-
-
-class Graph:
-    """Nodes with fake values; sizes are those of whole weights and gradients, in MiB of bfloat16."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.graph, self.mode, self.device = fx.Graph(), FakeTensorMode(), device
-
-    def input(self, name: str, mib: float, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
-        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        with nullcontext() if first is None else self.graph.inserting_before(first):
-            node = self.graph.placeholder(name)
-        with self.mode:
-            node.meta["val"] = torch.empty(int(mib * MIB / 2 / 1024), 1024, dtype=dtype, device=self.device)
-        return node
-
-    def call(self, name: str, target, *args) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        with self.mode:
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
-        return node
-
-    def copy(self, name: str, shard: fx.Node) -> fx.Node:
-        return self.call(f"copied_{name}", COPIED, self.call(f"copy_{name}", COPY, shard, HOST))
-
-    def weight(
-        self, name: str, mib: float, group: str = "fsdp", dtype: torch.dtype = torch.bfloat16, on_host: bool = False
-    ) -> fx.Node:
-        shard = self.input(f"shard_{name}", mib / RANKS, dtype)
-        shard = self.copy(name, shard) if on_host else shard
-        start = self.call(f"gather_{name}", collectives.all_gather_into_tensor.default, shard, RANKS, group)
-        start.meta["custom"] = {"unshard": "free_full_weight"}
-        return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
-
-    def gradient(self, name: str, mib: float, group: str = "fsdp") -> fx.Node:
-        whole = self.call(f"grad_{name}", torch.ops.aten.mul.Tensor, self.input(f"saved_{name}", mib), 2)
-        start = self.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, whole, "avg", RANKS, group)
-        return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
-
-    def use(self, name: str, x: fx.Node, weight: fx.Node) -> fx.Node:
-        return self.call(name, torch.ops.aten.mm.default, x, weight)
-
-    def names(self) -> list[str]:
-        self.graph.lint()
-        return [node.name for node in self.graph.nodes if node.op == "call_function"]
-
-
-def forward(sizes: dict[str, float], device: str = "cpu", on_host: bool = False) -> Graph:
-    """x @ w_a @ w_b ..., every weight gathered at its use, from a shard in host memory if asked for."""
-    g = Graph(device)
-    x = g.input("x", 2)
-    for name, mib in sizes.items():
-        weight = g.weight(name, mib, on_host=on_host)
-        x = g.use(f"use_{name}", x, g.call(f"part_{name}", torch.ops.aten.slice.Tensor, weight, 0, 0, 1024))
-    g.graph.output((x,))
-    return g
-
-
-def backward(sizes: dict[str, float], device: str = "cpu") -> Graph:
-    """Gradients one after the other, each reduced at once."""
-    g = Graph(device)
-    g.graph.output(tuple(g.gradient(name, mib) for name, mib in sizes.items()))
-    return g
-
-
-def replicated_backward(mib: float) -> Graph:
-    """Two gradients, each reduced over fsdp and then over dp_replicate."""
-    g = Graph()
-    results = []
-    for name in ("a", "b"):
-        scattered = g.gradient(name, mib)
-        start = g.call(f"reduce_{name}", collectives.all_reduce.default, scattered, "avg", "dp_replicate")
-        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
-    g.graph.output(tuple(results))
-    return g
 
 
 def test_the_next_gather_starts_before_the_wait_for_the_current_weight():
@@ -152,6 +73,13 @@ def test_one_gather_is_ahead_however_large():
     assert starts == ["gather_a", "gather_b", "use_a", "gather_c", "use_b", "use_c"]
 
 
+def test_a_weight_larger_than_the_limit_starts_while_small_ones_are_ahead():
+    g = forward({"a": 200, "b": 200, "head": 1024})
+    overlap_communication(g.graph)
+    starts = [name for name in g.names() if name.startswith(("gather", "use"))]
+    assert starts == ["gather_a", "gather_b", "gather_head", "use_a", "use_b", "use_head"]
+
+
 def test_weights_are_waited_for_in_the_order_of_their_use():
     g = Graph()
     x = g.input("x", 2)
@@ -184,6 +112,26 @@ def test_one_reduction_is_under_way_however_large():
     g = backward({"a": 2048, "b": 2048})
     overlap_communication(g.graph)
     assert g.names() == ["grad_a", "scatter_a", "grad_b", "scatter_b", "wait_a", "wait_b"]
+
+
+def test_a_gradient_larger_than_the_limit_is_under_way_beside_small_ones():
+    g = backward({"head": 1024, "a": 100, "b": 100, "c": 100})
+    overlap_communication(g.graph)
+    assert g.names() == [
+        *("grad_head", "scatter_head", "grad_a", "scatter_a", "grad_b", "scatter_b", "grad_c", "scatter_c"),
+        *("wait_head", "wait_a", "wait_b", "wait_c"),
+    ]
+
+
+def test_weights_that_are_needed_next_are_gathered_in_front_of_a_reduction():
+    g = Graph()
+    gradient = g.gradient("head", 1024)
+    used = g.use(
+        "use_a", g.input("x", 2), g.call("part_a", torch.ops.aten.slice.Tensor, g.weight("a", 100), 0, 0, 1024)
+    )
+    g.graph.output((gradient, used))
+    overlap_communication(g.graph)
+    assert g.names() == ["grad_head", "gather_a", "scatter_head", "wait_a", "part_a", "use_a", "wait_head"]
 
 
 def test_the_all_reduce_of_replicas_starts_with_its_reduced_gradient_and_is_waited_for_last():

@@ -8,6 +8,7 @@ reduction is done.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +19,27 @@ from ndcompile.operators.host_copies import COPY
 collectives = torch.ops._c10d_functional
 
 GATHER = collectives.all_gather_into_tensor.default
+REDUCE_SCATTER = collectives.reduce_scatter_tensor.default
 WAIT = collectives.wait_tensor.default
-REDUCTIONS = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default)
+TOGETHER = {
+    GATHER: collectives.all_gather_into_tensor_coalesced.default,
+    REDUCE_SCATTER: collectives.reduce_scatter_tensor_coalesced.default,
+}
+"""Collective -> the same of several tensors at once, whose results are a list."""
+GATHERS = (GATHER, TOGETHER[GATHER])
+REDUCTIONS = (REDUCE_SCATTER, TOGETHER[REDUCE_SCATTER], collectives.all_reduce.default)
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One collective, or copy. `size`: bytes of the whole weight or gradient, of which the other side is a shard."""
+    """One collective, or copy. `size`: bytes of the whole weights or gradients, of which the other side are shards.
+    `results`: what is taken from the list that a collective of several tensors starts."""
 
     before: tuple[fx.Node, ...]
     start: fx.Node
     after: tuple[fx.Node, ...]
     size: int
+    results: tuple[fx.Node, ...] = ()
 
     @property
     def wait(self) -> fx.Node:
@@ -45,12 +55,12 @@ def weight_gathers(graph: fx.Graph) -> list[Chain]:
     """All-gathers of parameters, in the order in which their weights are first used."""
     position = {node: number for number, node in enumerate(graph.nodes)}
     chains = []
-    for start in graph.find_nodes(op="call_function", target=GATHER):
+    for start in (node for node in graph.nodes if node.target in GATHERS):
         before = _from_placeholders(start)
         size = _bytes(start)
         if "unshard" in start.meta.get("custom", {}) and before is not None and size is not None:
-            after = sorted(_dependents(start), key=position.__getitem__)
-            chains.append(Chain(tuple(sorted(before, key=position.__getitem__)), start, tuple(after), size))
+            results, after = _behind(start, position)
+            chains.append(Chain(tuple(sorted(before, key=position.__getitem__)), start, after, size, results))
     return by_first_use(graph, chains)
 
 
@@ -83,11 +93,13 @@ def gradient_reductions(graph: fx.Graph) -> list[Chain]:
     for start in graph.nodes:
         if start.target not in REDUCTIONS or start in inside:
             continue
-        after, size = _dependents(start), _bytes(start.all_input_nodes[0])
-        chain = Chain((), start, tuple(sorted(after, key=position.__getitem__)), size or 0)
-        if after and size is not None and all(user.op == "output" for user in _users(chain)):
+        sizes = [_bytes(given) for given in start.all_input_nodes]
+        known = [size for size in sizes if size is not None]
+        results, after = _behind(start, position)
+        chain = Chain((), start, after, sum(known), results)
+        if after and len(known) == len(sizes) and all(user.op == "output" for user in _users(chain)):
             chains.append(chain)
-            inside |= after
+            inside |= set(after)
     return chains
 
 
@@ -104,11 +116,19 @@ def _from_placeholders(start: fx.Node) -> set[fx.Node] | None:
         node = waiting.pop()
         if node.op == "placeholder" or node in found:
             continue
-        if not node.all_input_nodes or node.target in (GATHER, *REDUCTIONS):
+        if not node.all_input_nodes or node.target in (*GATHERS, *REDUCTIONS):
             return None
         found.add(node)
         waiting.extend(node.all_input_nodes)
     return found
+
+
+def _behind(start: fx.Node, position: dict[fx.Node, int]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What is taken from a start's list, and all that follows, in order."""
+    several = start.target in TOGETHER.values()
+    results = [user for user in start.users if several and user.target is operator.getitem]
+    after = _dependents(start).difference(results)
+    return tuple(sorted(results, key=position.__getitem__)), tuple(sorted(after, key=position.__getitem__))
 
 
 def _dependents(start: fx.Node) -> set[fx.Node]:
@@ -124,7 +144,7 @@ def _dependents(start: fx.Node) -> set[fx.Node]:
 
 
 def _bytes(node: fx.Node) -> int | None:
-    """The size of a node's tensor; None where it is symbolic, so that ranks could disagree about it."""
-    value = node.meta["val"]
-    size = value.numel() * value.element_size()
+    """The size of a node's tensors; None where it is symbolic, so that ranks could disagree about it."""
+    values = node.meta["val"] if isinstance(node.meta["val"], list | tuple) else [node.meta["val"]]
+    size = sum(value.numel() * value.element_size() for value in values)
     return size if isinstance(size, int) else None

@@ -61,11 +61,11 @@ class Surroundings:
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.at = {node: number for number, node in enumerate(self.nodes)}
-        self.gathers = {n for chain in weight_gathers(graph) for n in (*chain.before, chain.start, *chain.after)}
+        self.gathers = {n for g in weight_gathers(graph) for n in (*g.before, g.start, *g.results, *g.after)}
         self.reductions = {chain.start: chain for chain in gradient_reductions(graph)}
         self.layers = _layers([e for node in self.nodes if (e := _exchange(node))])
-        self.walls = [self.at[node] for node in self.nodes if _writes(node)]
-        self.gradients = dependents([node for node in self.nodes if _is_tangent(node)], self.nodes)
+        self.walls = [self.at[node] for node in self.nodes if writes(node)]
+        self.gradients = dependents([node for node in self.nodes if is_tangent(node)], self.nodes)
 
     def before(self, node: fx.Node, since: fx.Node | None) -> list[fx.Node]:
         """The nodes between `since` (None: the first node) and `node`, from the last that writes on."""
@@ -190,11 +190,11 @@ def _rows(exchange: Exchange) -> frozenset[tuple]:
     return frozenset([tuple(receive), tuple(send)])  # type: ignore[arg-type]
 
 
-def _is_tangent(node: fx.Node) -> bool:
+def is_tangent(node: fx.Node) -> bool:
     """Whether a node is one of a backward graph's inputs from which gradients come, by AOTAutograd's name for them."""
     return node.op == "placeholder" and node.name.startswith("tangents")
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

@@ -2,7 +2,8 @@
 
 The lowered graphs wait for every collective at once, and are what tables count. Inductor gets them with collectives
 merged and moved, and only that order tells what runs beside what. `reuse_layers` moves nothing and is left out, and so
-is `pipeline_matmuls`, which runs when asked for.
+are `coalesce_collectives`, which launches at once what starts one behind the other here, and `pipeline_matmuls`, which
+runs when asked for.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from torch import fx
 from ndcompile.inspection.all_layers import with_all_layers
 from ndcompile.inspection.trace import Traced
 from ndcompile.passes.bucket_collectives import bucket_collectives
+from ndcompile.passes.delay_weight_gradients import delay_weight_gradients
 from ndcompile.passes.overlap_communication import overlap_communication
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 
 PASSES: dict[str, Callable[[fx.Graph], None]] = {
     "bucket_collectives": bucket_collectives,
     "overlap_dispatch": overlap_dispatch,
+    "delay_weight_gradients": delay_weight_gradients,
     "overlap_communication": overlap_communication,
 }
 """Of `schedule.SCHEDULING`, in its order."""

@@ -196,7 +196,8 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
             "exposed communication",
             exposed,
             "step - computation - optimizer: while a wait holds the compute stream. Nodes between a collective and its "
-            "wait overlap with it; the order is that of bucket_collectives, overlap_dispatch and overlap_communication",
+            "wait overlap with it; the order is that of bucket_collectives, overlap_dispatch, delay_weight_gradients "
+            "and overlap_communication",
         ),
         Figure("exposed share", share, "exposed communication / communication"),
         Figure(

@@ -33,7 +33,11 @@ KERNELS_ALIKE = {"deterministic": True}
 """Inductor chooses the order of sums by formula, not by timing candidates: two ranks that time them choose differently,
 and what both compute, such as the gradient of a norm on all tp ranks or a router's choice of experts, drifts apart."""
 
-LEFT_OUT_ON_CPU = ("overlap_communication",)
+SUMS_IN_ONE_KERNEL = {"unroll_reductions_threshold": 17}
+"""Sums of up to 16 numbers are written out, in the kernel of what is summed. Inductor does so below 8, and adds the 8
+results of a token's experts in blocks of 8 columns, which reads memory at a quarter of its rate."""
+
+LEFT_OUT_ON_CPU = ("coalesce_collectives", "delay_weight_gradients", "overlap_communication")
 """Several collectives at once on a gloo group corrupt the heap, in torch itself: see bench/gloo_heap.py."""
 
 Compiled = Callable[..., Sequence[Tensor]]
@@ -80,7 +84,8 @@ def lower(
             if fixed_inputs is not None:
                 disabled = {*disabled, "reuse_layers"}
             disabled = {*disabled, *left_out(fakes)}
-            settings = inductor_settings(disabled, beside_products, groups) | (KERNELS_ALIKE if alike else {})
+            settings = SUMS_IN_ONE_KERNEL | inductor_settings(disabled, beside_products, groups)
+            settings |= KERNELS_ALIKE if alike else {}
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
                 settings, options = settings | cuda_graphs.SETTINGS, {"inner_compile": cuda_graphs.record(fixed_inputs)}

@@ -14,6 +14,8 @@ from ndcompile.graphs import collective_chains, exchanges, graph_edits, repetiti
 from ndcompile.lowering.publish import publish
 from ndcompile.operators import host_copies, host_reads, matmul_scatter
 from ndcompile.passes import bucket_collectives as bucket
+from ndcompile.passes import coalesce_collectives as coalesce
+from ndcompile.passes import delay_weight_gradients as delay
 from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
 from ndcompile.passes import pipeline_matmuls as pipeline
@@ -26,7 +28,9 @@ PIPELINE = "pipeline_matmuls"
 SCHEDULING: Mapping[str, Callable[..., None]] = {
     PIPELINE: pipeline.pipeline_matmuls,
     "bucket_collectives": bucket.bucket_collectives,
+    "coalesce_collectives": coalesce.coalesce_collectives,
     "overlap_dispatch": dispatch.overlap_dispatch,
+    "delay_weight_gradients": delay.delay_weight_gradients,
     "overlap_communication": overlap.overlap_communication,
     "reuse_layers": reuse.reuse_layers,
 }
@@ -42,7 +46,10 @@ HELPERS = (
     repetition,
     sequence_products,
 )
-SOURCES = tuple(str(Path(str(module.__file__))) for module in (*HELPERS, pipeline, bucket, dispatch, overlap, reuse))
+SOURCES = tuple(
+    str(Path(str(module.__file__)))
+    for module in (*HELPERS, pipeline, bucket, coalesce, dispatch, delay, overlap, reuse)
+)
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}
 """Inductor's memory pass would start every gather as late as it can."""

@@ -1,0 +1,72 @@
+"""Gradients of weights that run beside the last large reduction."""
+
+import torch
+from collective_graphs import Graph
+from torch import fx
+
+from ndcompile.passes.delay_weight_gradients import delay_weight_gradients
+
+aten = torch.ops.aten
+WRITE = aten.copy_.default
+
+
+def backward(mib: float, layers: str = "ab", write: bool = False) -> Graph:
+    """From the last layer to the first: gradients of a weight of 2 MiB and of its input; then that of the embedding."""
+    g = Graph()
+    g.layers, results = layers, []
+    gradient = g.input("gradient", 2)
+    for name in reversed(layers):
+        saved = g.input(f"saved_{name}", 2)
+        product = g.call(f"weight_{name}", aten.mm.default, saved, gradient)
+        if write and name == layers[0]:
+            g.call("write", WRITE, g.input("buffer", 2), product)
+        results.append(reduced(g, name, product))
+        gradient = g.call(f"input_{name}", aten.mm.default, gradient, g.input(f"used_{name}", 2))
+    rows = int(mib * 2**20 / 2 / 1024)
+    whole = g.call("whole", aten.repeat.default, gradient, [rows // 1024, 1])
+    results.append(reduced(g, "embedding", whole))
+    g.graph.output(tuple(results))
+    return g
+
+
+def reduced(g: Graph, name: str, whole: fx.Node) -> fx.Node:
+    collectives = torch.ops._c10d_functional
+    start = g.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, whole, "avg", 2, "fsdp")
+    return g.call(f"wait_{name}", collectives.wait_tensor.default, start)
+
+
+def delayed(g: Graph) -> list[str]:
+    """What stands behind the start of the embedding's reduction."""
+    delay_weight_gradients(g.graph)
+    names = g.names()
+    return [name for name in names[names.index("scatter_embedding") + 1 :] if name != "wait_embedding"]
+
+
+def test_the_nearest_gradients_of_weights_run_beside_the_last_reduction():
+    assert delayed(backward(6)) == ["weight_a", "scatter_a", "wait_a"]
+
+
+def test_as_many_are_put_off_as_a_larger_reduction_takes():
+    assert delayed(backward(12)) == ["weight_b", "scatter_b", "wait_b", "weight_a", "scatter_a", "wait_a"]
+
+
+def test_all_are_put_off_where_they_are_not_enough():
+    assert delayed(backward(64)) == ["weight_b", "scatter_b", "wait_b", "weight_a", "scatter_a", "wait_a"]
+
+
+def test_gradients_that_stand_behind_it_already_are_counted():
+    g = backward(6)
+    delay_weight_gradients(g.graph)
+    assert delayed(g) == ["weight_a", "scatter_a", "wait_a"]
+
+
+def test_nothing_moves_over_a_node_that_writes():
+    assert delayed(backward(12, write=True)) == []
+
+
+def test_a_graph_that_reduces_nothing_stays_as_it_is():
+    g = Graph()
+    x = g.input("x", 2)
+    g.graph.output((g.use("used", x, x),))
+    delay_weight_gradients(g.graph)
+    assert g.names() == ["used"]
