@@ -14,6 +14,9 @@ Before:  host = to_cpu(counts);  sizes = checked_splits(host);  r = all_to_all(h
 After:   c = start_host_read(counts);  rows = hidden[order];
          sizes = checked_splits(end_host_read(c, counts, [rows]));  r = all_to_all(rows, sizes)
 
+Before:  a = wait(all_to_all(rows));  order = sort(expert_of_each_row);  y = experts(a[order])
+After:   r = all_to_all(rows);  order = sort(expert_of_each_row);  a = wait(r);  y = experts(a[order])
+
 What runs beside an exchange are matrix products that do not depend on it, and what only they need:
 
 - between an exchange and the one back: what the latter does not need, that is the gradients of the experts' weights;
@@ -33,7 +36,7 @@ from __future__ import annotations
 
 import math
 
-from torch import fx
+from torch import Tensor, fx
 
 from ndcompile.graphs.exchanges import GRADIENT_BYTES, Exchange, Surroundings, ancestors, dependents, waited_for
 from ndcompile.operators.host_reads import host_reads, launch_before, part_copy_from_read
@@ -80,7 +83,7 @@ def _fill(
 
 
 def _reorder(graph: fx.Graph, around: Surroundings, held: set[fx.Node]) -> None:
-    rows = _rows_of_reads(graph, around)
+    rows, numbers = _rows_of_reads(graph, around), _numbers_of_rows(around, held)
     exchange = {each.wait: each for layer in around.layers for each in layer}
     placed: dict[fx.Node, None] = {}
     for node in around.nodes:
@@ -88,7 +91,7 @@ def _reorder(graph: fx.Graph, around: Surroundings, held: set[fx.Node]) -> None:
             continue
         fill = exchange[node].fill if node in exchange else rows.get(node, [])
         after = exchange[node].after if node in exchange else []
-        for each in (*sorted(fill, key=around.at.__getitem__), node, *after):
+        for each in (*numbers.get(node, []), *sorted(fill, key=around.at.__getitem__), node, *after):
             _place(each, placed)
     for node in around.nodes:
         _place(node, placed)
@@ -106,6 +109,22 @@ def _rows_of_reads(graph: fx.Graph, around: Surroundings) -> dict[fx.Node, list[
             found[read] = [rows]
             launch_before(read, [rows])
     return found
+
+
+def _numbers_of_rows(around: Surroundings, held: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The wait for a layer's rows -> the integers behind it that do not depend on it: which expert each row goes to, in
+    which order, and how many there are of each."""
+    found = {}
+    for layer in around.layers:
+        behind = around.before(layer[-1].start, layer[0].wait) if len(layer) > 1 else []
+        late = dependents([layer[0].wait], behind)
+        found[layer[0].wait] = [n for n in behind if _holds_integers(n) and n not in late and n not in held]
+    return found
+
+
+def _holds_integers(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.dtype.is_floating_point
 
 
 def _place(node: fx.Node, placed: dict[fx.Node, None]) -> None:

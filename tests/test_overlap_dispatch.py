@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from ndcompile.graphs.collective_chains import collectives
 from ndcompile.graphs.exchanges import ALL_TO_ALL, waited_for
-from ndcompile.operators.host_reads import end_host_read, start_host_read
+from ndcompile.operators.host_reads import END_HOST_READ, START_HOST_READ
 from ndcompile.operators.routing_checks import CHECKED_SPLITS
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 
@@ -218,10 +218,8 @@ def test_on_a_gpu_the_copy_of_the_numbers_is_waited_for_behind_the_rows():
 
 def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     x = torch.arange(6).reshape(3, 2)
-    host = start_host_read(x)
-    values = end_host_read(host, x, [])
+    values = END_HOST_READ(START_HOST_READ(x), x, [])
     x.zero_()
-    host.zero_()
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 

@@ -88,7 +88,7 @@ def exchange_rows(experts: Experts, hidden: Tensor, index: Tensor, weights: Tens
     """
     plan, tokens, top_k = group.plan, hidden.shape[0], index.shape[1]
     hidden, index, weights = group.split(hidden, index, weights)
-    slots, order = torch.sort(group.position(index).reshape(-1), stable=True)
+    slots, order = torch.sort(_slots(index, group), stable=True)
     send = _rows_per_slot(slots, plan.count).view(plan.ep, plan.local)
     lost = slots.shape[0] - send.sum()  # of indices that name no expert; every rank learns of it
     told = torch.cat([send, lost.expand(plan.ep, 1)], 1).reshape(-1)
@@ -174,9 +174,17 @@ EXCHANGE: dict[str, Callable[[Experts, Tensor, Tensor, Tensor, Group], Tensor]] 
 }
 
 
+def _slots(index: Tensor, group: Group) -> Tensor:
+    """The slot of each (token, expert) pair; that behind the last for an index that names no expert. Sorting takes as
+    many passes as the numbers have bytes, hence int16 where that is enough."""
+    count = group.plan.count
+    slot = torch.where((index >= 0) & (index < count), group.position(index), count)
+    return slot.reshape(-1).to(torch.int16 if count < 2**15 else torch.int32)
+
+
 def _rows_per_slot(slots: Tensor, count: int) -> Tensor:
     """How often each of `count` numbers occurs in the sorted `slots`."""
-    edges = torch.searchsorted(slots, torch.arange(count + 1, device=slots.device))
+    edges = torch.searchsorted(slots, torch.arange(count + 1, device=slots.device, dtype=slots.dtype))
     return edges[1:] - edges[:-1]
 
 

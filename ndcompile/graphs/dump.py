@@ -14,6 +14,7 @@ _SHORT = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.int64: "i64",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.bool: "b8",
 }

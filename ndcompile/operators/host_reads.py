@@ -1,10 +1,13 @@
-"""A number that the host reads from the device, in two operators: the copy starts, and later the host waits for it.
+"""A number that the host reads from the device, in two operators: the first marks a place on the device's stream, the
+second copies what was there and waits for it.
 
 `tensor.to("cpu")` copies on the stream that computes: the host waits for all that was launched before it, and while it
 wakes up and launches what follows, the device has nothing to do. Here the copy runs on a stream of its own, behind what
-was launched before `start_host_read`; what is launched between the two operators runs while `end_host_read` waits.
+was launched before `start_host_read`; what is launched between the two operators runs while `end_host_read` waits. The
+copy itself is launched by the second operator, so that the device gets those launches first.
 
-On the CPU both operators are copies. Graphs get them from passes/overlap_dispatch.py.
+On the CPU the second operator is a copy. Graphs get them from passes/overlap_dispatch.py. They are defined without
+`torch.library.custom_op`, whose layers take 25 microseconds of the host a call, while the device waits.
 """
 
 from __future__ import annotations
@@ -21,40 +24,30 @@ COPIES = (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default)
 """What a copy to the host is in a lowered graph."""
 
 
-@torch.library.custom_op("ndcompile::start_host_read", mutates_args=())
-def start_host_read(x: Tensor) -> Tensor:
-    """`x` in pinned memory of the CPU, there once `end_host_read` returns."""
-    if x.device.type != "cuda":
-        return x.clone()
-    stream = _copying(x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(stream):
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        host.copy_(x, non_blocking=True)
-    x.record_stream(stream)
-    return host
+def _start(x: Tensor) -> Tensor:
+    """A token, empty and on the CPU, for `end_host_read`. The values that it copies are those that x has here."""
+    if x.device.type == "cuda":
+        _copying(x.device).wait_stream(torch.cuda.current_stream(x.device))
+    return torch.empty(0, dtype=x.dtype, device="cpu")
 
 
-@start_host_read.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-
-
-@torch.library.custom_op("ndcompile::end_host_read", mutates_args=())
-def end_host_read(host: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
-    """`host`, which `start_host_read` copies from `x`, once it is there; `x` is given so that its memory stays.
+def _end(token: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
+    """The values of x in memory of the CPU.
 
     The host waits for the stream of copies, not for what was launched on others, such as what computes `before`: that
     these are operands makes inductor launch them first, where it would compute them when they are read.
     """
-    if x.device.type == "cuda":
-        _copying(x.device).synchronize()
-    return host.clone()
+    if x.device.type != "cuda":
+        return x.clone()
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    with torch.cuda.stream(stream := _copying(x.device)):
+        host.copy_(x, non_blocking=True)
+    stream.synchronize()
+    return host
 
 
-@end_host_read.register_fake
-def _(host: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
-    return torch.empty_like(host)
+def _on_host(token: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 @functools.cache
@@ -62,6 +55,16 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
     """The stream of a device on which small copies to the host run."""
     return torch.cuda.Stream(device)
 
+
+_library = torch.library.Library("ndcompile", "FRAGMENT")
+_library.define("start_host_read(Tensor x) -> Tensor")
+_library.define("end_host_read(Tensor token, Tensor x, Tensor[] before) -> Tensor")
+_library.impl("start_host_read", _start, "CompositeExplicitAutograd")
+_library.impl("end_host_read", _end, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "ndcompile::start_host_read", lambda x: torch.empty(0, dtype=x.dtype, device="cpu"), lib=_library
+)
+torch.library.register_fake("ndcompile::end_host_read", _on_host, lib=_library)
 
 START_HOST_READ = torch.ops.ndcompile.start_host_read.default
 END_HOST_READ = torch.ops.ndcompile.end_host_read.default

@@ -1,0 +1,176 @@
+"""Passes on the joint graph that shorten what experts do with exchanged rows: each on a small function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ndcompile.passes.divide_rows import divide_rows
+from ndcompile.passes.drop_ones import drop_ones
+from ndcompile.passes.sort_by_counts import sort_by_counts
+from ndcompile.private.inductor import decompositions
+
+aten = torch.ops.aten
+
+
+def rewritten(run: Callable[[fx.Graph], None], function: Callable, *inputs: Tensor) -> fx.GraphModule:
+    """A function's graph behind a pass, which computes the same bits."""
+    table = decompositions()
+    table.pop(aten.repeat_interleave.Tensor, None)  # torch takes it apart where the number of rows is known
+    module = make_fx(function, table, tracing_mode="fake")(*inputs)
+    run(module.graph)
+    module.graph.lint()
+    module.recompile()
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=0, atol=0)
+    return module
+
+
+def count(module: fx.GraphModule, *targets) -> int:
+    return sum(node.target in targets for node in module.graph.nodes)
+
+
+# drop_ones
+
+
+def one_by_one(x: Tensor, order: Tensor) -> Tensor:
+    """As experts of transformers weight and sum the rows of a token, here one of weight 1."""
+    weights = x.new_ones(()).expand(x.shape[0], 1).reshape(-1)[order]
+    return (x * weights.unsqueeze(-1))[order].view(x.shape[0], 1, -1).sum(dim=1) + 1
+
+
+def test_products_with_ones_and_sums_of_one_summand_are_dropped():
+    module = rewritten(drop_ones, one_by_one, torch.randn(6, 4), torch.randperm(6))
+    assert count(module, aten.mul.Tensor, aten.sum.dim_IntList, aten.full.default) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, order: (x * torch.full((), 2.0).expand(6, 1)) + 1,
+        lambda x, order: (x[:1] * torch.full((), 1.0).expand(6, 4)) + 1,  # broadcasts
+        lambda x, order: (order * torch.full((), 1.0).expand(6)) + 1,  # makes floating point of integers
+        lambda x, order: x * torch.full((), 1.0).expand(6, 1),  # is returned
+        lambda x, order: (x * torch.full((), 1.0).expand(6, 1)).view(4, 6),  # a view of it is
+    ],
+    ids=["of twos", "broadcasting", "of another dtype", "returned", "returned as a view"],
+)
+def test_other_products_stay(function):
+    assert count(rewritten(drop_ones, function, torch.randn(6, 4), torch.arange(6)), aten.mul.Tensor) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(2, 3, 4).sum(dim=1) + 1,
+        lambda x: x.view(6, 1, 4).sum(dim=1, keepdim=True) + 1,
+        lambda x: x.view(6, 1, 4).sum(dim=1, dtype=torch.float64) + 1,
+        lambda x: x.view(6, 1, 4).sum(dim=1),
+    ],
+    ids=["of several", "that keeps the dim", "of another dtype", "returned"],
+)
+def test_other_sums_stay(function):
+    assert count(rewritten(drop_ones, function, torch.randn(6, 4)), aten.sum.dim_IntList) == 1
+
+
+# sort_by_counts
+
+RANKS, EXPERTS = 3, 4
+COUNTS = torch.tensor([[2, 0, 1, 3], [0, 0, 4, 1], [1, 2, 0, 0]])
+
+
+def received(counts: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """The expert of each row that arrived: from every rank those of its first expert, then those of the second."""
+    numbers = torch.arange(EXPERTS).repeat(RANKS) if numbers is None else numbers
+    return numbers.repeat_interleave(counts.reshape(-1), output_size=14).unsqueeze(1).reshape(-1)
+
+
+def in_order(counts: Tensor) -> tuple[Tensor, Tensor]:
+    experts, order = torch.sort(received(counts), stable=True)
+    return experts, order
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        COUNTS,
+        COUNTS.flip(0),
+        torch.tensor([[14] + [0] * 3] + [[0] * 4] * 2),
+        torch.tensor([[0] * 4] * 2 + [[0] * 3 + [14]]),
+    ],
+    ids=["spread", "the other way round", "all of the first block", "all of the last block"],
+)
+def test_rows_in_blocks_are_ordered_without_a_sort(counts):
+    module = rewritten(sort_by_counts, in_order, counts)
+    assert count(module, aten.sort.default, aten.sort.stable, aten.repeat_interleave.Tensor) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda counts: torch.sort(received(counts), descending=True, stable=True),
+        lambda counts: torch.sort(received(counts, torch.tensor([5, 1, 2] * 4)), stable=True),
+        lambda counts: torch.sort(received(counts, torch.arange(1, 5).repeat(RANKS)), stable=True),
+        lambda counts: torch.sort(received(counts, torch.arange(0, 8, 2).repeat(RANKS)), stable=True),
+        lambda counts: torch.sort(received(counts) + 1, stable=True),
+        lambda counts: torch.sort(received(counts).view(2, 7), stable=True),
+    ],
+    ids=["descending", "of other numbers", "from one", "of every second", "of sums", "of two dims"],
+)  # fmt: skip
+def test_other_sorts_stay(function):
+    assert count(rewritten(sort_by_counts, function, COUNTS), aten.sort.stable) == 1
+
+
+# divide_rows
+
+
+def gradient_of_experts(divisor: int, used_twice: bool = False) -> fx.Graph:
+    """div(permute(_grouped_mm(x.t(), tangents)), divisor) in bfloat16, of four rows for each of two experts."""
+    graph = fx.Graph()
+    x, tangents, ends = (graph.placeholder(name) for name in ("x", "tangents_1", "ends"))
+    rows = graph.call_function(aten.mul.Tensor, (tangents, 3))
+    turned = graph.call_function(aten.permute.default, (x, [1, 0]))
+    product = graph.call_function(aten._grouped_mm.default, (turned, rows, ends))
+    back = graph.call_function(aten.permute.default, (product, [0, 2, 1]))
+    mean = graph.call_function(aten.div.Tensor, (back, divisor))
+    graph.output((mean, product) if used_twice else (mean,))
+    with FakeTensorMode():
+        x.meta["val"] = tangents.meta["val"] = torch.empty(8, 16, dtype=torch.bfloat16)
+        ends.meta["val"] = torch.empty(2, dtype=torch.int32)
+        for node in (rows, turned, product, back, mean):
+            node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda each: each.meta["val"]))
+    return graph
+
+
+def divides_rows(graph: fx.Graph) -> bool:
+    (division,) = graph.find_nodes(op="call_function", target=aten.div.Tensor)
+    return division.args[0].target is aten.mul.Tensor
+
+
+def test_the_rows_of_a_gradient_of_experts_are_divided_in_its_place():
+    graph = gradient_of_experts(4)
+    inputs = [*torch.randn(2, 8, 16).bfloat16(), torch.tensor([4, 8], dtype=torch.int32)]
+    before = fx.GraphModule({}, graph)(*inputs)
+    divide_rows(graph)
+    graph.lint()
+    assert divides_rows(graph)
+    assert torch.equal(fx.GraphModule({}, graph)(*inputs)[0], before[0])
+
+
+@pytest.mark.parametrize("graph", [gradient_of_experts(3), gradient_of_experts(4, used_twice=True)], ids=["3", "twice"])
+def test_a_gradient_by_three_or_that_something_else_reads_is_divided_itself(graph):
+    divide_rows(graph)
+    assert not divides_rows(graph)
+
+
+def test_small_numbers_of_float16_keep_their_digits():
+    graph = gradient_of_experts(4)
+    for node in graph.nodes:
+        if node.op != "output" and node.meta["val"].dtype == torch.bfloat16:
+            node.meta["val"] = node.meta["val"].to(torch.float16)
+    divide_rows(graph)
+    assert not divides_rows(graph)
