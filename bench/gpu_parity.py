@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ import ndcompile
 from ndcompile.parameters.layout import boxes, narrow
 
 Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """dynamo: through torch.compile. disabled: passes to leave out."""
+
+    dynamo: bool
+    disabled: tuple[str, ...]
 
 
 def build(config: Any, dtype: torch.dtype, folder: Path, skewed: bool) -> Any:
@@ -83,22 +92,23 @@ def reference(model: Any, ids: torch.Tensor, labels: torch.Tensor, data_ranks: i
     return losses, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[str, int], dynamo: bool) -> Any:
+def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[str, int], options: Options) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     axes = {name: size for name, size in layout.items() if name != "ep"}
     mesh = init_device_mesh("cuda", tuple(axes.values()), mesh_dim_names=tuple(axes))
     asked = DistributedConfig(tp_size=layout.get("tp", 1), fsdp_size=layout.get("fsdp", 1), ep_size=layout.get("ep", 1))
-    if not dynamo:
-        return ndcompile.compile(model, mesh, distributed_config=asked, checkpoint=folder)
-    ndcompile.prepare(model, mesh, distributed_config=asked, checkpoint=folder)
+    given = {"distributed_config": asked, "checkpoint": folder, "disable_passes": options.disabled}
+    if not options.dynamo:
+        return ndcompile.compile(model, mesh, **given)
+    ndcompile.prepare(model, mesh, **given)
     model.compile(backend="ndcompile", fullgraph=True)
     return model
 
 
-def same_tokens(exact: Any, config: Any, folder: Path, layout: dict[str, int]) -> bool:
+def same_tokens(exact: Any, config: Any, folder: Path, layout: dict[str, int], options: Options) -> bool:
     """Whether greedy decoding gives the single-process model's tokens on this rank."""
-    model = sharded(config, torch.float32, folder, layout, False).eval()
+    model = sharded(config, torch.float32, folder, layout, replace(options, dynamo=False)).eval()
     ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
     ids, _ = batch(config.get_text_config().vocab_size, ranks)
     arguments = {"max_new_tokens": 16, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
@@ -106,9 +116,11 @@ def same_tokens(exact: Any, config: Any, folder: Path, layout: dict[str, int]) -
     return torch.equal(found, exact.eval().generate(ids.chunk(ranks)[rank], **arguments))
 
 
-def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, int], resume: bool, dynamo: bool) -> Any:
+def compiled(
+    config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, int], options: Options, resume: bool = False
+) -> Any:
     """The loss, the gradients, the data rank, and what a checkpoint did not bring back bit by bit (None: not tried)."""
-    model = sharded(config, dtype, folder, layout, dynamo)
+    model = sharded(config, dtype, folder, layout, options)
     ranks, rank = ndcompile.data_world_size(model), ndcompile.data_rank(model)
     ids, labels = (x.chunk(ranks)[rank] for x in batch(config.get_text_config().vocab_size, ranks))
     loss = model(input_ids=ids, labels=labels).loss
@@ -119,7 +131,7 @@ def compiled(config: Any, dtype: torch.dtype, folder: Path, layout: dict[str, in
     gradients = {n: whole(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
     changed = None
     if resume:
-        other = sharded(config, dtype, None, layout, dynamo)
+        other = sharded(config, dtype, None, layout, options)
         ndcompile.init_weights(other, 1)
         changed = resumed(model, optimizer, other, torch.optim.AdamW(other.parameters(), fused=True), folder / "resume")
     return loss.item(), gradients, rank, changed
@@ -175,14 +187,13 @@ def check(config: Any, layout: dict[str, int], folder: Path, args: argparse.Name
     vocabulary = config.get_text_config().vocab_size
     exact = build(config, torch.float32, folder / "float32", args.skewed)
     losses, expected = reference(exact, *batch(vocabulary, ranks), ranks)
-    loss, found, rank, changed = compiled(
-        config, torch.float32, folder / "float32", layout, args.resume, args.torch_compile
-    )
+    options = Options(args.torch_compile, tuple(args.disable))
+    loss, found, rank, changed = compiled(config, torch.float32, folder / "float32", layout, options, args.resume)
     error, name = worst(found, expected)
     rounded = build(config, torch.bfloat16, folder / "bf16", args.skewed)
     _, single = reference(rounded, *batch(vocabulary, ranks), ranks)
-    _, ours, _, _ = compiled(config, torch.bfloat16, folder / "bf16", layout, False, args.torch_compile)
-    tokens = same_tokens(exact, config, folder / "float32", layout) if args.generate else None
+    _, ours, _, _ = compiled(config, torch.bfloat16, folder / "bf16", layout, options)
+    tokens = same_tokens(exact, config, folder / "float32", layout, options) if args.generate else None
     experts = any(".experts." in name for name in expected)
     single_error, our_error = distance(single, expected), distance(ours, expected)
     return {
@@ -205,6 +216,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="also check a round trip through a checkpoint")
     parser.add_argument("--skewed", action="store_true", help="route all tokens to the first four experts")
     parser.add_argument("--torch-compile", action="store_true", help="by ndcompile.prepare and torch.compile")
+    parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--generate", action="store_true", help="also compare the tokens of greedy decoding")
     parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
     parser.add_argument("--out", type=Path)
@@ -228,6 +240,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 line = json.dumps(
                     {"model": path.stem, "layout": text, "skewed": args.skewed, "torch.compile": args.torch_compile}
+                    | ({"disabled": args.disable} if args.disable else {})
                     | result
                 )
                 print(line, flush=True)
