@@ -216,6 +216,18 @@ def test_on_a_gpu_the_copy_of_the_numbers_is_waited_for_behind_the_rows():
     assert [node.name for node in sizes.args[0].args[2]] == ["rows"]  # or inductor would compute them behind the read
 
 
+def test_what_orders_the_rows_that_arrive_runs_beside_their_exchange():
+    g = Graph()
+    experts = g.input("experts", ROWS, dtype=torch.int64)
+    there = g.exchange("there", g.input("x"))
+    order = g.call("order", aten.mul.Tensor, experts, 2)
+    rows = g.call("rows", aten.index.Tensor, there, [order])
+    read = g.call("read", aten.argmax.default, rows)  # integers too, but of what arrives
+    assert g.scheduled(g.exchange("back", g.product("experts_of", rows)), read) == [
+        *("start_there", "order", "wait_there", "rows", "read", "experts_of", "start_back", "wait_back"),
+    ]
+
+
 def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     x = torch.arange(6).reshape(3, 2)
     values = END_HOST_READ(START_HOST_READ(x), x, [])
