@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import models
+import pytest
 import torch
 from torch import fx
 
@@ -43,6 +44,7 @@ def test_a_chunk_of_logits_is_made_of_the_gradients_of_the_chunk_before():
     assert all(gradient in before(after) for gradient, after in zip(gradients, logits[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_the_estimate_multiplies_as_much_with_and_without_chunks():
     for sizes in ({"fsdp_size": 2}, {"tp_size": 2}):
         whole, chunked = (lowered(each, **sizes).report.compute for each in (False, True))

@@ -51,7 +51,8 @@ def _described(graph) -> Counter:
     )
 
 
-@pytest.mark.parametrize(("name", "sizes", "overrides"), sampled_rows(CASES, 0))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes", "overrides"), CASES)
 def test_the_time_of_layers_traced_once_is_that_of_all_layers(name, sizes, overrides):
     model = models.on_meta(name, num_hidden_layers=6, **overrides)
     config = {f"{axis}_size": size for axis, size in sizes.items()}
@@ -81,6 +82,7 @@ def test_a_bucket_ends_with_its_layer():
     assert gathers >= 6  # weights so small would be one bucket
 
 
+@pytest.mark.slow
 def test_a_weight_takes_a_few_nodes_however_many_ranks_hold_it():
     """Rows that do not divide take some views more. A node for each shard would be four times as many in all."""
     few, many = (traced_step("qwen3_moe", {"fsdp": size, "ep": 4}) for size in (16, 256))

@@ -6,7 +6,8 @@ import models
 import pytest
 import torch
 import workers
-from workers import FSDP2_TP2
+from matrix import sampled
+from workers import FSDP2_TP2, size
 
 import ndcompile
 from ndcompile.model_calls import compiled_model
@@ -33,8 +34,8 @@ def _step(model):
     return loss.item(), gradients, _saved_bytes(program)
 
 
-def _both_ways(checkpoint, overrides):
-    model = workers.compiled("llama", FSDP2_TP2, checkpoint, TWO | overrides, backend="aot_eager")
+def _both_ways(layout, checkpoint, overrides):
+    model = workers.compiled("llama", layout, checkpoint, TWO | overrides, backend="aot_eager")
     compiled_model(model).seeds.steps = 0
     off = _step(model)
     compiled_model(model).seeds.steps = 0
@@ -49,11 +50,12 @@ def _assert_recompute_changes_nothing(results):
         assert saved_less < 0.6 * saved
 
 
-def test_saved_bytes_fall_and_gradients_are_the_same(ranks, checkpoint):
-    _assert_recompute_changes_nothing(ranks(_both_ways, checkpoint("llama", **TWO), {}))
+@pytest.mark.parametrize("layout", sampled([(("fsdp", 2),), FSDP2_TP2], 0))
+def test_saved_bytes_fall_and_gradients_are_the_same(world, checkpoint, layout):
+    _assert_recompute_changes_nothing(world(size(layout))(_both_ways, layout, checkpoint("llama", **TWO), {}))
 
 
 @pytest.mark.slow
 def test_recompute_draws_the_same_dropout_again(ranks, checkpoint):
     overrides = {"attention_dropout": 0.1}
-    _assert_recompute_changes_nothing(ranks(_both_ways, checkpoint("llama", **TWO), overrides))
+    _assert_recompute_changes_nothing(ranks(_both_ways, FSDP2_TP2, checkpoint("llama", **TWO), overrides))
