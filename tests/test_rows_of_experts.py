@@ -7,10 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ndcompile.passes.divide_rows import divide_rows
 from ndcompile.passes.drop_ones import drop_ones
 from ndcompile.passes.sort_by_counts import sort_by_counts
 from ndcompile.private.inductor import decompositions
@@ -123,54 +121,3 @@ def test_rows_in_blocks_are_ordered_without_a_sort(counts):
 )  # fmt: skip
 def test_other_sorts_stay(function):
     assert count(rewritten(sort_by_counts, function, COUNTS), aten.sort.stable) == 1
-
-
-# divide_rows
-
-
-def gradient_of_experts(divisor: int, used_twice: bool = False) -> fx.Graph:
-    """div(permute(_grouped_mm(x.t(), tangents)), divisor) in bfloat16, of four rows for each of two experts."""
-    graph = fx.Graph()
-    x, tangents, ends = (graph.placeholder(name) for name in ("x", "tangents_1", "ends"))
-    rows = graph.call_function(aten.mul.Tensor, (tangents, 3))
-    turned = graph.call_function(aten.permute.default, (x, [1, 0]))
-    product = graph.call_function(aten._grouped_mm.default, (turned, rows, ends))
-    back = graph.call_function(aten.permute.default, (product, [0, 2, 1]))
-    mean = graph.call_function(aten.div.Tensor, (back, divisor))
-    graph.output((mean, product) if used_twice else (mean,))
-    with FakeTensorMode():
-        x.meta["val"] = tangents.meta["val"] = torch.empty(8, 16, dtype=torch.bfloat16)
-        ends.meta["val"] = torch.empty(2, dtype=torch.int32)
-        for node in (rows, turned, product, back, mean):
-            node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda each: each.meta["val"]))
-    return graph
-
-
-def divides_rows(graph: fx.Graph) -> bool:
-    (division,) = graph.find_nodes(op="call_function", target=aten.div.Tensor)
-    return division.args[0].target is aten.mul.Tensor
-
-
-def test_the_rows_of_a_gradient_of_experts_are_divided_in_its_place():
-    graph = gradient_of_experts(4)
-    inputs = [*torch.randn(2, 8, 16).bfloat16(), torch.tensor([4, 8], dtype=torch.int32)]
-    before = fx.GraphModule({}, graph)(*inputs)
-    divide_rows(graph)
-    graph.lint()
-    assert divides_rows(graph)
-    assert torch.equal(fx.GraphModule({}, graph)(*inputs)[0], before[0])
-
-
-@pytest.mark.parametrize("graph", [gradient_of_experts(3), gradient_of_experts(4, used_twice=True)], ids=["3", "twice"])
-def test_a_gradient_by_three_or_that_something_else_reads_is_divided_itself(graph):
-    divide_rows(graph)
-    assert not divides_rows(graph)
-
-
-def test_small_numbers_of_float16_keep_their_digits():
-    graph = gradient_of_experts(4)
-    for node in graph.nodes:
-        if node.op != "output" and node.meta["val"].dtype == torch.bfloat16:
-            node.meta["val"] = node.meta["val"].to(torch.float16)
-    divide_rows(graph)
-    assert not divides_rows(graph)

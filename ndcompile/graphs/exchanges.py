@@ -65,7 +65,7 @@ class Surroundings:
         self.reductions = {chain.start: chain for chain in gradient_reductions(graph)}
         self.layers = _layers([e for node in self.nodes if (e := _exchange(node))])
         self.walls = [self.at[node] for node in self.nodes if writes(node)]
-        self.gradients = dependents([node for node in self.nodes if is_tangent(node)], self.nodes)
+        self.gradients = dependents([node for node in self.nodes if _is_tangent(node)], self.nodes)
 
     def before(self, node: fx.Node, since: fx.Node | None) -> list[fx.Node]:
         """The nodes between `since` (None: the first node) and `node`, from the last that writes on."""
@@ -190,7 +190,7 @@ def _rows(exchange: Exchange) -> frozenset[tuple]:
     return frozenset([tuple(receive), tuple(send)])  # type: ignore[arg-type]
 
 
-def is_tangent(node: fx.Node) -> bool:
+def _is_tangent(node: fx.Node) -> bool:
     """Whether a node is one of a backward graph's inputs from which gradients come, by AOTAutograd's name for them."""
     return node.op == "placeholder" and node.name.startswith("tangents")
 

@@ -23,7 +23,6 @@ from ndcompile.graphs.saved_activations import EXCHANGE, even_rows
 from ndcompile.lowering.own_memory import separate_gradients, wait_once
 from ndcompile.lowering.publish import publish
 from ndcompile.operators.host_copies import COPIED
-from ndcompile.passes.divide_rows import divide_rows
 from ndcompile.passes.drop_ones import drop_ones
 from ndcompile.passes.gather_gradients import gather_gradients
 from ndcompile.passes.sort_by_counts import sort_by_counts
@@ -39,14 +38,12 @@ ON_JOINT_GRAPH: Mapping[str, Callable[[fx.Graph], None]] = {
     "gather_gradients": gather_gradients,
     "sort_by_counts": sort_by_counts,
     "drop_ones": drop_ones,
-    "divide_rows": divide_rows,
 }
 """Name of a pass on the joint graph -> the pass, in order."""
 
 LOWERING_SOURCES = tuple(
     str(Path(__file__).parents[1] / f"{name}.py")
     for name in (
-        "graphs/exchanges",
         "graphs/graph_edits",
         "graphs/saved_activations",
         "lowering/own_memory",
