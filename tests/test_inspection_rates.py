@@ -50,7 +50,7 @@ def test_rates_are_read_from_toml(tmp_path: Path) -> None:
         ({"flops": {"half-ish": 1e15}}, "flops.half-ish is no dtype of torch"),
         ({"memory_bandwidth": -1}, "memory_bandwidth must be a number above 0, not -1"),
         ({"network_bandwidth": "fast"}, "network_bandwidth must be a number above 0, not 'fast'"),
-        ({"matmul_fraction": 70}, "matmul_fraction is the part of the peak"),
+        ({"matmul_fraction": 70}, "matmul_fraction is a part of a whole, at most 1"),
         ({"ranks_a_node": 0.5}, "ranks_a_node must be a whole number"),
     ],
 )

@@ -113,4 +113,4 @@ def test_gathers_and_reductions_of_fsdp_are_mostly_hidden(dense):
 
 
 def test_the_estimate_of_hidden_communication_reaches_its_bound_but_for_both_ends(dense):
-    assert dense["step"] - dense["step, all hidden"] < 0.010
+    assert dense["step"] - dense["step, all hidden"] - dense["lost to hidden communication"] < 0.005

@@ -131,6 +131,21 @@ def test_collectives_follow_each_other() -> None:
     assert result.step == pytest.approx(0.12, rel=1e-3)
 
 
+def test_hidden_communication_inside_a_node_takes_its_part_from_kernels() -> None:
+    rates = dataclasses.replace(RATES, hidden_fraction=0.5)
+    half_hidden = estimate(overlapping(between=4), empty(), TP, rates)
+    assert value(half_hidden, "lost to hidden communication") == pytest.approx(0.5 * 0.032)
+    assert half_hidden.step == pytest.approx(value(half_hidden, "communication") + 0.5 * 0.032)
+
+
+def test_communication_between_nodes_or_that_is_exposed_takes_nothing_from_kernels() -> None:
+    for between, ranks_a_node in ((10, 2), (0, 8)):
+        rates = dataclasses.replace(RATES, ranks_a_node=ranks_a_node, hidden_fraction=0.5)
+        plain = dataclasses.replace(rates, hidden_fraction=0.0)
+        graph = overlapping(between)
+        assert estimate(graph, empty(), TP, rates).step == estimate(graph, empty(), TP, plain).step
+
+
 def test_a_slower_link_lengthens_an_exposed_step_by_the_formula() -> None:
     slow = dataclasses.replace(RATES, link_bandwidth=5e7)
     graph = overlapping(between=0)

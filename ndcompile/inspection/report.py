@@ -109,7 +109,8 @@ class PassRow:
 
 @dataclass(frozen=True)
 class PathStep:
-    """A stretch of the critical path: consecutive nodes of one kind ("compute", or a collective and its axis)."""
+    """A stretch of the critical path: consecutive nodes of one kind ("compute", or a collective and its axis); the last
+    one may be what all kernels lose to communication that runs beside them."""
 
     what: str
     module: str

@@ -6,8 +6,9 @@ kernels before it are done, as NCCL's do, and a wait holds the compute stream un
 between the two overlaps with it, and where nothing does, the collective is exposed. The optimizer follows the backward
 graph.
 
-This is a graph whose longest path, the critical path, takes as long as the step. What is left out: the host (launches,
-and the reads of routed sizes), and that kernels slow each other down on one device.
+This is a graph whose longest path is the critical path. A step takes as long, and what kernels lose to collectives that
+run beside them inside a node: they share multiprocessors and power. What is left out: the host (launches, and the reads
+of routed sizes), and that the collectives are slowed down as well.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from ndcompile.mesh import Axis
 ADAMW_PASSES = 7
 """A fused AdamW reads parameter, gradient and two moments, and writes parameter and moments."""
 
+LOST = "lost to hidden communication"
+"""What kernels lose to collectives that run beside them."""
+
 
 @dataclass(frozen=True)
 class TimeEstimate:
@@ -48,13 +52,15 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class Task:
-    """A kernel, a collective or a wait. waits_for: the number of the collective that a wait, or the end, needs."""
+    """A kernel, a collective or a wait. inside: a collective's ranks are on one node. waits_for: the number of the
+    collective that a wait, or the end, needs."""
 
     what: str
     module: str
     phase: str
     seconds: float
     sends: bool = False
+    inside: bool = False
     waits_for: int | None = None
 
 
@@ -85,7 +91,10 @@ def estimate(
         tasks += _tasks(graph, phase, cost, collective_times(graph, axes, rates, size, parts), groups, len(tasks))
     tasks.append(Task("optimizer", "", "optimizer", optimizer_bytes / (rates.memory_bandwidth * rates.memory_fraction)))
     path = _critical_path(tasks)
-    return TimeEstimate(_time(tasks, path, rates), _compute(costs, tasks, rates), _fold(path))
+    figures = _time(tasks, path, rates)
+    lost = next(figure.value for figure in figures if figure.name == LOST)
+    slowed = (PathStep(LOST, "", "whole step", lost),) if lost else ()
+    return TimeEstimate(figures, _compute(costs, tasks, rates), (*_fold(path), *slowed))
 
 
 def collective_times(
@@ -130,8 +139,9 @@ def _tasks(
         module = module_of(node)
         if is_collective(node):
             number[node] = first
-            axis = groups[group_name(node)].axis
-            yield Task(f"{name_of(node)} over {axis}", module, phase, started[node], sends=True)
+            group = groups[group_name(node)]
+            what = f"{name_of(node)} over {group.axis}"
+            yield Task(what, module, phase, started[node], sends=True, inside=group.nodes == 1)
         elif is_wait(node) and node.args[0] in number:
             yield Task("compute", module, phase, 0.0, waits_for=number[node.args[0]])
         elif seconds := cost.seconds.get(node, 0.0):
@@ -143,7 +153,7 @@ def _tasks(
 
 def _critical_path(tasks: Sequence[Task]) -> list[Task]:
     """The longest path through the tasks: through each stream's order, from kernels to the collectives issued behind
-    them, and from collectives to their waits. Its seconds are the step's."""
+    them, and from collectives to their waits."""
     order = networkx.DiGraph()
     last: dict[bool, int] = {}
 
@@ -181,8 +191,10 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
     optimizer = tasks[-1].seconds
     computing = sum(t.seconds for t in tasks[:-1] if not t.sends)
     sending = sum(t.seconds for t in tasks if t.sends)
-    step = sum(t.seconds for t in path)
-    exposed = max(step - computing - optimizer, 0.0)
+    critical = sum(t.seconds for t in path)
+    exposed = max(critical - computing - optimizer, 0.0)
+    inside = sum(t.seconds for t in tasks if t.inside) / sending if sending else 0.0
+    lost = rates.hidden_fraction * inside * (sending - exposed)
     share = exposed / sending if sending else 0.0
     hidden = max(computing, sending) + optimizer
     return (
@@ -195,7 +207,7 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
         Figure(
             "exposed communication",
             exposed,
-            "step - computation - optimizer: while a wait holds the compute stream. Nodes between a collective and its "
+            "critical path - computation - optimizer: while a wait holds the compute stream. Nodes between a collective and its "
             "wait overlap with it; the order is that of bucket_collectives, overlap_dispatch, delay_weight_gradients "
             "and overlap_communication",
         ),
@@ -206,8 +218,13 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
             f"bytes of parameters, gradients and AdamW's moments, {ADAMW_PASSES} passes in all / (memory bandwidth x "
             f"{rates.memory_fraction:g})",
         ),
+        Figure(
+            LOST,
+            lost,
+            f"{rates.hidden_fraction:g} x the part of communication inside a node x (communication - exposed)",
+        ),
         Figure("step, all hidden", hidden, "max(computation, communication) + optimizer: no order can be faster"),
-        Figure("step", step, "seconds of the critical path"),
+        Figure("step", critical + lost, "seconds of the critical path, and what is lost to hidden communication"),
     )
 
 
