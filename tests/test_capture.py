@@ -6,6 +6,7 @@ import models
 import pytest
 import torch
 from matrix import sampled
+from transformers import T5Config, T5ForConditionalGeneration
 
 import ndcompile
 from ndcompile.errors import CaptureError, UnsupportedError
@@ -90,6 +91,16 @@ def test_inference_mode(model, plain):
 def test_use_cache_unset_is_off(model):
     with torch.no_grad():
         assert model(input_ids=IDS).cache is None
+
+
+def test_use_cache_unset_is_off_in_stacks_with_configs_of_their_own():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
+    torch.manual_seed(0)
+    plain = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).train()
+    call = {"input_ids": IDS % 100, "labels": IDS[:, :5] % 100}
+    output = ndcompile.compile(copy.deepcopy(plain), backend="aot_eager")(**call)
+    assert_same(output, plain(**call, use_cache=False))
+    assert plain.decoder.config.use_cache  # the model's own is as it was
 
 
 def test_use_cache_returns_a_cache_that_the_next_call_takes(model):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ndcompile.capture.boundaries import Boundary, install_boundaries
 from ndcompile.capture.expert_exchange import install_exchanges
@@ -27,7 +27,8 @@ class Shadow:
         self.plan, self.device = plan, mesh.device
         self.module = copy_without_weights(model)
         if isinstance(model, PreTrainedModel):
-            _forget_cache(self.module.config)
+            for module in self.module.modules():  # T5's stacks have configs of their own
+                _forget_cache(getattr(module, "config", None))
         self.axes = {name: Boundary(axis) for name, axis in mesh.axes.items()}
         self.dropped: dict[str, Tensor] = {}
         if "tp" in self.axes:
@@ -64,6 +65,7 @@ def copy_without_weights(model: nn.Module) -> Any:
 
 def _forget_cache(config: Any) -> None:
     """Graphs have no key-value cache unless asked: see call.py."""
-    for part in [config, *(v for v in vars(config).values() if hasattr(v, "use_cache"))]:
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
+    if isinstance(config, PreTrainedConfig):
+        for part in [config, *(v for v in vars(config).values() if hasattr(v, "use_cache"))]:
+            if getattr(part, "use_cache", None):
+                part.use_cache = False
