@@ -207,8 +207,8 @@ def _time(tasks: Sequence[Task], path: Sequence[Task], rates: Rates) -> tuple[Fi
         Figure(
             "exposed communication",
             exposed,
-            "critical path - computation - optimizer: while a wait holds the compute stream. Nodes between a collective "
-            "and its wait overlap with it; the order is that of bucket_collectives, overlap_dispatch, "
+            "critical path - computation - optimizer: while a wait holds the compute stream. Nodes between a "
+            "collective and its wait overlap with it; the order is that of bucket_collectives, overlap_dispatch, "
             "delay_weight_gradients and overlap_communication",
         ),
         Figure("exposed share", share, "exposed communication / communication"),
