@@ -16,13 +16,23 @@ NVLink. What they read is held for as much longer, at the end of backward, where
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from ndcompile.graphs.collective_chains import Chain, gradient_reductions
 from ndcompile.graphs.exchanges import ancestors, is_product, writes
 
+aten = torch.ops.aten
+
 SHARE = 3
-"""Bytes that are reduced while as many bytes of a weight's gradient are multiplied."""
+"""A reduction takes as long as the products of a third as many bytes of gradients."""
+
+LAYOUT = {
+    *(aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int),
+    *(aten.cat.default, aten.clone.default, aten.alias.default, aten._to_copy.default),
+    torch.ops.prims.convert_element_type.default,
+}
+"""What may stand between a product and the reduction of the gradient that it is."""
 
 
 def delay_weight_gradients(graph: fx.Graph) -> None:
@@ -30,7 +40,7 @@ def delay_weight_gradients(graph: fx.Graph) -> None:
     if not (reductions := gradient_reductions(graph)):
         return
     last = _last_of_the_largest(reductions)
-    for node in _delayed(graph, last):
+    for node in _delayed(graph, last, _weight_gradients(graph, reductions)):
         last.start.append(node)
 
 
@@ -38,13 +48,38 @@ def _last_of_the_largest(reductions: list[Chain]) -> Chain:
     return max(reversed(reductions), key=lambda chain: chain.size)
 
 
-def _delayed(graph: fx.Graph, last: Chain) -> list[fx.Node]:
+def _weight_gradients(graph: fx.Graph, reductions: list[Chain]) -> dict[fx.Node, int]:
+    """Products that are gradients of weights -> their bytes: those that are reduced, and grouped ones of three dims.
+
+    No other product counts, as the sizes of most depend on how many tokens a rank has, and ranks must agree.
+    """
+    waiting = [given for chain in reductions for given in chain.start.all_input_nodes]
+    found = set(graph.find_nodes(op="call_function", target=aten._grouped_mm.default))
+    while waiting:
+        node = waiting.pop()
+        if node.target in LAYOUT:
+            waiting += node.all_input_nodes
+        elif is_product(node):
+            found.add(node)
+    return {node: _bytes(node) for node in found if node.target is not aten._grouped_mm.default or _ndim(node) == 3}
+
+
+def _ndim(node: fx.Node) -> int:
+    return node.meta["val"].ndim
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _delayed(graph: fx.Graph, last: Chain, products: dict[fx.Node, int]) -> list[fx.Node]:
     """The nodes to place behind the start of a reduction, from the last to the first: from the first product that is
     put off on, all that the reduction does not need. So what depends on one of them is among them."""
     nodes = list(graph.nodes)
     at = nodes.index(last.start)
     needed = ancestors([last.start], nodes[:at])
-    lacking = last.size // SHARE - sum(map(_product_bytes, nodes[at:]))
+    lacking = last.size // SHARE - sum(products.get(node, 0) for node in nodes[at:])
     found: list[fx.Node] = []
     delayed = 0
     for node in reversed(nodes[:at]):
@@ -53,16 +88,7 @@ def _delayed(graph: fx.Graph, last: Chain) -> list[fx.Node]:
         if node in needed:
             continue
         found.append(node)
-        if size := _product_bytes(node):
-            lacking -= size
+        if node in products:
+            lacking -= products[node]
             delayed = len(found)
     return found[:delayed]
-
-
-def _product_bytes(node: fx.Node) -> int:
-    """Bytes of a matrix product whose sizes are those of a weight; 0 for any other node."""
-    if not is_product(node):
-        return 0
-    value = node.meta["val"]
-    size = value.numel() * value.element_size()
-    return size if isinstance(size, int) else 0

@@ -60,6 +60,36 @@ def test_gradients_that_stand_behind_it_already_are_counted():
     assert delayed(g) == ["weight_a", "scatter_a", "wait_a"]
 
 
+def with_tokens(mib: float) -> Graph:
+    """A product of so many tokens, which no weight's gradient is, behind the embedding's reduction, and one before."""
+    g = backward(12)
+    output = g.graph.output_node()
+    with g.graph.inserting_before(output):
+        behind = g.use("behind", g.input("tokens", mib), g.input("weight", 2))
+    start = next(node for node in g.graph.nodes if node.name == "scatter_embedding")
+    with g.graph.inserting_before(start):
+        before = g.use("before", g.input("more_tokens", mib), g.input("other_weight", 2))
+    output.args = ((*output.args[0], behind, before),)
+    return g
+
+
+def test_the_order_does_not_depend_on_the_number_of_tokens():
+    assert delayed(with_tokens(2)) == delayed(with_tokens(64))
+
+
+def test_gradients_of_experts_that_nobody_reduces_count():
+    g = Graph()
+    rows, gradient = (g.call(f"turned_{n}", aten.view.default, g.input(n, 2), [1024, 1024]) for n in ("x", "dy"))
+    ends = g.input("ends", 2 / 2**20 * 4, dtype=torch.int32)
+    with g.mode:
+        ends.meta["val"] = torch.empty(4, dtype=torch.int32)
+    turned = g.call("transposed", aten.permute.default, rows, [1, 0])
+    product = g.call("experts", aten._grouped_mm.default, turned, gradient, ends)
+    last = reduced(g, "embedding", g.call("whole", aten.repeat.default, g.input("dx", 2), [6, 1]))
+    g.graph.output((product, last))
+    assert "experts" in delayed(g)
+
+
 def test_nothing_moves_over_a_node_that_writes():
     assert delayed(backward(12, write=True)) == []
 
