@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ndcompile.graphs.collective_chains import REDUCTIONS, Chain, collectives, gradient_reductions, weight_gathers
+from ndcompile.graphs.graph_edits import raise_inputs
 
 aten = torch.ops.aten
 
@@ -71,9 +72,7 @@ def _buckets(chains: Iterable[Chain], key: Callable[[Chain], Hashable]) -> list[
 def _merge_gathers(graph: fx.Graph, bucket: list[Chain]) -> None:
     starts = {chain.start for chain in bucket}
     first = next(node for node in graph.nodes if node in starts)
-    for chain in bucket:
-        for node in chain.before:
-            first.prepend(node)
+    raise_inputs(graph, first, [given for chain in bucket for given in chain.start.all_input_nodes])
     _, ranks, group = first.args
     with graph.inserting_before(first):
         flat = [_call(graph, aten.reshape.default, chain.start.args[0], [-1]) for chain in bucket]

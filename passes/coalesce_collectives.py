@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 from torch import fx
 
 from ndcompile.graphs.collective_chains import TOGETHER, WAIT, Chain, gradient_reductions, weight_gathers
-from ndcompile.graphs.graph_edits import call
+from ndcompile.graphs.graph_edits import call, raise_inputs
 
 MOST = 256 * 2**20
 """Bytes of whole weights or gradients that are gathered or reduced together: half of what `overlap_communication`
@@ -29,9 +29,7 @@ def coalesce_collectives(graph: fx.Graph) -> None:
     """Put neighbours of one layer, kind, group and dtype together, up to MOST bytes."""
     for together in _neighbours(weight_gathers(graph)):
         first = _first(graph, [chain.start for chain in together])
-        for chain in together:
-            for node in chain.before:
-                first.prepend(node)
+        raise_inputs(graph, first, [given for chain in together for given in chain.start.all_input_nodes])
         _start(graph, together, first)
     for together in _neighbours(gradient_reductions(graph)):
         anchor = last = together[-1].start
@@ -48,9 +46,10 @@ def _neighbours(chains: Iterable[Chain]) -> list[list[Chain]]:
     for chain in chains:
         last = found[-1]
         size = sum(each.size for each in last) + chain.size
-        if last and (_key(last[0].start) != _key(chain.start) or size > MOST):
+        alone = chain.start.target not in TOGETHER
+        if alone or (last and (_key(last[0].start) != _key(chain.start) or size > MOST)):
             found.append(last := [])
-        if chain.start.target in TOGETHER:
+        if not alone:
             last.append(chain)
     return [chains for chains in found if len(chains) > 1]
 

@@ -85,6 +85,7 @@ class _Order:
         self.nodes[node] = None
         if node in self.reductions:
             chain = self.reductions[node]
+            self._place(chain.results)
             self._under_way(list(chain.after), chain.size)
 
     def finish(self) -> None:
@@ -147,8 +148,10 @@ class _Order:
 def _behind_further_waits(nodes: list[fx.Node]) -> set[fx.Node]:
     """Those of `nodes`, in order, that wait for a collective which one of them starts, or depend on such a wait."""
     found: set[fx.Node] = set()
+    before: set[fx.Node] = set()
     for node in nodes:
         given = node.all_input_nodes
-        if not found.isdisjoint(given) or (node.target is WAIT and given[0] in nodes):
+        if not found.isdisjoint(given) or (node.target is WAIT and given[0] in before):
             found.add(node)
+        before.add(node)
     return found

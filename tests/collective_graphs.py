@@ -40,7 +40,9 @@ class Graph:
         self, name: str, mib: float, group: str = "fsdp", dtype: torch.dtype = torch.bfloat16, on_host: bool = False
     ) -> fx.Node:
         shard = self.input(f"shard_{name}", mib / RANKS, dtype)
-        shard = self.copy(name, shard) if on_host else shard
+        return self.gathered(name, self.copy(name, shard) if on_host else shard, group)
+
+    def gathered(self, name: str, shard: fx.Node, group: str = "fsdp") -> fx.Node:
         start = self.call(f"gather_{name}", collectives.all_gather_into_tensor.default, shard, RANKS, group)
         start.meta["custom"] = {"unshard": "free_full_weight"}
         return self.call(f"wait_{name}", collectives.wait_tensor.default, start)

@@ -79,6 +79,41 @@ def test_all_reduces_of_replicas_follow_gradients_that_are_reduced_together():
     ]
 
 
+def test_reductions_of_replicas_wait_for_results_that_are_there():
+    g, results = Graph(), []
+    for name in "abcdef":
+        start = g.call(f"reduce_{name}", collectives.all_reduce.default, g.gradient(name, 117), "avg", "dp_replicate")
+        results.append(g.call(f"done_{name}", collectives.wait_tensor.default, start))
+    g.graph.output(tuple(results))
+    names = set(g.names())
+    coalesce_collectives(g.graph)
+    overlap_communication(g.graph)
+    assert {name for name in names if not name.startswith("scatter")} <= set(g.names())  # which checks the order
+
+
+def test_a_shard_that_is_read_in_front_of_its_gather_stays_there():
+    g = Graph()
+    shards = [g.call(f"cast_{name}", torch.ops.aten.neg.default, g.input(name, 20)) for name in "ab"]
+    read = g.call("read", torch.ops.aten.sum.default, shards[1])
+    gathered = [g.gathered(name, shard) for name, shard in zip("ab", shards, strict=True)]
+    g.graph.output((*gathered, read))
+    assert together(g) == [["cast_a", "cast_b"]]
+
+
+def test_parts_of_one_shard_are_gathered_together():
+    g = Graph()
+    cast = g.call("cast", torch.ops.aten.neg.default, g.input("shard", 20))
+    parts = [g.call("part_a", torch.ops.aten.relu.default, cast), g.call("part_b", torch.ops.aten.clone.default, cast)]
+    g.graph.output(tuple(g.gathered(part.name, part) for part in parts))
+    assert together(g) == [["part_a", "part_b"]]
+
+
+def test_what_is_together_already_stays_as_it_is():
+    g = forward(dict.fromkeys("abcde", 100))
+    once = together(g)
+    assert together(g) == once
+
+
 def test_what_is_gathered_together_starts_ahead_and_is_waited_for_at_its_first_use():
     g = in_layers(forward({"a": 100, "b": 100, "c": 100, "d": 100}), [0, 0, 1, 1])
     coalesce_collectives(g.graph)
