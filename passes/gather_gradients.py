@@ -26,11 +26,11 @@ import torch
 from torch import fx
 
 from ndcompile.graphs.graph_edits import call, erase
+from ndcompile.graphs.sorts import SORTS, is_ascending
 from ndcompile.private.tracing import statically_known_true
 
 aten = torch.ops.aten
 
-SORTS = {aten.sort.default, aten.sort.stable}
 SAME = {aten.view.default, aten.reshape.default, aten.alias.default, aten.clone.default}
 
 
@@ -57,7 +57,7 @@ def _permutations(graph: fx.Graph) -> dict[fx.Node | None, fx.Node | None]:
     found: dict[fx.Node | None, fx.Node | None] = {}
     for node in graph.nodes:
         if _is_order(node):
-            sorted_by = _source(node.args[0].args[0]) if _ascending(node.args[0]) else None
+            sorted_by = _source(node.args[0].args[0]) if is_ascending(node.args[0]) else None
         elif _is_written(node) and _source(node.args[1][0]) in found:
             sorted_by = _source(node.args[1][0])
         else:
@@ -72,11 +72,6 @@ def _is_order(node: fx.Node) -> bool:
     """The second result of a sort along the only dim: of a permutation, in ascending order, it is the inverse."""
     source: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else None
     return source is not None and source.target in SORTS and node.meta["val"].ndim == 1
-
-
-def _ascending(sort: fx.Node) -> bool:
-    named = {given.name: value for given, value in zip(sort.target._schema.arguments, sort.args, strict=False)}  # type: ignore[union-attr]
-    return not (named | sort.kwargs).get("descending", False)
 
 
 def _is_written(node: fx.Node) -> bool:

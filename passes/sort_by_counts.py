@@ -26,17 +26,17 @@ import torch
 from torch import fx
 
 from ndcompile.graphs.graph_edits import call, erase
+from ndcompile.graphs.sorts import SORTS, is_ascending
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-SORTS = {aten.sort.default, aten.sort.stable}
 VIEWS = {aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default}
 
 
 def sort_by_counts(graph: fx.Graph) -> None:
     """Replace every ascending sort of blocks' numbers, of whose results only these are used."""
     for node in list(graph.nodes):
-        if node.target in SORTS and node.meta["val"][0].ndim == 1 and (blocks := _blocks(node)):
+        if node.target in SORTS and (blocks := _blocks(node)):
             with graph.inserting_before(node):
                 results = _sorted(graph, blocks, node)
             for user in list(node.users):
@@ -56,10 +56,10 @@ class _Blocks:
 
 def _blocks(sort: fx.Node) -> _Blocks | None:
     """What a sort's keys are made of, if they number the blocks of rows."""
-    named = {given.name: value for given, value in zip(sort.target._schema.arguments, sort.args, strict=False)}  # type: ignore[union-attr]
-    if (named | sort.kwargs).get("descending", False) or any(
-        user.target is not operator.getitem for user in sort.users
-    ):
+    if not is_ascending(sort) or any(user.target is not operator.getitem for user in sort.users):
+        return None
+    keys = sort.meta["val"][0]
+    if keys.ndim != 1 or keys.dtype != torch.int64:
         return None
     index = _source(sort.args[0])
     if index.target is not aten.index.Tensor or len(index.args[1]) != 1:

@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -10,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from ndcompile.graphs.collective_chains import collectives
 from ndcompile.graphs.exchanges import ALL_TO_ALL, waited_for
 from ndcompile.operators.host_reads import END_HOST_READ, START_HOST_READ
-from ndcompile.operators.routing_checks import CHECKED_SPLITS
+from ndcompile.operators.routing_checks import checked_splits
 from ndcompile.passes.overlap_dispatch import overlap_dispatch
 
 aten = torch.ops.aten
@@ -194,7 +195,7 @@ def reading(device: str) -> Graph:
     counts = g.input("counts", 3, RANKS, dtype=torch.int64)
     if device != "cpu":
         counts = g.call("copied", torch.ops.prims.device_put.default, counts, torch.device("cpu"))
-    g.call("sizes", CHECKED_SPLITS, counts, "experts", 4)
+    g.call("sizes", checked_splits, counts, "experts", 4)
     return g
 
 
@@ -210,7 +211,7 @@ def test_on_a_gpu_the_copy_of_the_numbers_is_waited_for_behind_the_rows():
     assert g.scheduled(g.exchange("there", rows)) == [
         "start_host_read_default", "rows", "end_host_read_default", "sizes", "start_there", "wait_there",
     ]  # fmt: skip
-    (sizes,) = (node for node in g.graph.nodes if node.target is CHECKED_SPLITS)
+    (sizes,) = (node for node in g.graph.nodes if node.target is checked_splits)
     assert sizes.meta["val"].device.type == "cpu"
     assert sizes.args[0].name == "end_host_read_default"
     assert [node.name for node in sizes.args[0].args[2]] == ["rows"]  # or inductor would compute them behind the read
@@ -233,6 +234,13 @@ def test_a_copy_to_the_host_holds_the_values_and_is_memory_of_its_own():
     values = END_HOST_READ(START_HOST_READ(x), x, [])
     x.zero_()
     assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_operators_of_the_read_are_what_tracing_takes_them_for(dtype):
+    counts = torch.tensor([[3, 1], [2, 2], [0, 0]], dtype=dtype)
+    torch.library.opcheck(checked_splits, (counts, "experts", 4))
+    torch.library.opcheck(END_HOST_READ, (START_HOST_READ(counts), counts.t(), []))
 
 
 def test_products_that_wait_for_each_other_are_found_in_one_walk():

@@ -37,6 +37,7 @@ def count(module: fx.GraphModule, *targets) -> int:
 
 def one_by_one(x: Tensor, order: Tensor) -> Tensor:
     """As experts of transformers weight and sum the rows of a token, here one of weight 1."""
+    x = x.sin()
     weights = x.new_ones(()).expand(x.shape[0], 1).reshape(-1)[order]
     return (x * weights.unsqueeze(-1))[order].view(x.shape[0], 1, -1).sum(dim=1) + 1
 
@@ -52,10 +53,12 @@ def test_products_with_ones_and_sums_of_one_summand_are_dropped():
         lambda x, order: (x * torch.full((), 2.0).expand(6, 1)) + 1,
         lambda x, order: (x[:1] * torch.full((), 1.0).expand(6, 4)) + 1,  # broadcasts
         lambda x, order: (order * torch.full((), 1.0).expand(6)) + 1,  # makes floating point of integers
-        lambda x, order: x * torch.full((), 1.0).expand(6, 1),  # is returned
-        lambda x, order: (x * torch.full((), 1.0).expand(6, 1)).view(4, 6),  # a view of it is
+        lambda x, order: x.sin() * torch.full((), 1.0).expand(6, 1),  # is returned
+        lambda x, order: (x.sin() * torch.full((), 1.0).expand(6, 1)).transpose(0, 1),  # a view of it is
+        lambda x, order: (x * torch.full((), 1.0).expand(6, 1)).sin(),  # an input may be written to later
+        lambda x, order: (x.sin()[:, :1].expand(6, 4) * torch.full((), 1.0).expand(6, 1)).view(24).sin(),  # strides
     ],
-    ids=["of twos", "broadcasting", "of another dtype", "returned", "returned as a view"],
+    ids=["of twos", "broadcasting", "of another dtype", "returned", "returned as a view", "of an input", "expanded"],
 )
 def test_other_products_stay(function):
     assert count(rewritten(drop_ones, function, torch.randn(6, 4), torch.arange(6)), aten.mul.Tensor) == 1
@@ -64,12 +67,14 @@ def test_other_products_stay(function):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x.view(2, 3, 4).sum(dim=1) + 1,
-        lambda x: x.view(6, 1, 4).sum(dim=1, keepdim=True) + 1,
-        lambda x: x.view(6, 1, 4).sum(dim=1, dtype=torch.float64) + 1,
-        lambda x: x.view(6, 1, 4).sum(dim=1),
+        lambda x: x.sin().view(2, 3, 4).sum(dim=1) + 1,
+        lambda x: x.sin().view(6, 1, 4).sum(dim=1, keepdim=True) + 1,
+        lambda x: x.sin().view(6, 1, 4).sum(dim=1, dtype=torch.float64) + 1,
+        lambda x: torch.ops.aten.sum.dim_IntList(x.sin(), None) + 1,
+        lambda x: x.sin().view(6, 1, 4).sum(dim=1).t(),
+        lambda x: x.view(6, 1, 4).sum(dim=1) + 1,
     ],
-    ids=["of several", "that keeps the dim", "of another dtype", "returned"],
+    ids=["of several", "that keeps the dim", "of another dtype", "of everything", "returned", "of an input"],
 )
 def test_other_sums_stay(function):
     assert count(rewritten(drop_ones, function, torch.randn(6, 4)), aten.sum.dim_IntList) == 1
@@ -115,9 +120,10 @@ def test_rows_in_blocks_are_ordered_without_a_sort(counts):
         lambda counts: torch.sort(received(counts, torch.arange(1, 5).repeat(RANKS)), stable=True),
         lambda counts: torch.sort(received(counts, torch.arange(0, 8, 2).repeat(RANKS)), stable=True),
         lambda counts: torch.sort(received(counts) + 1, stable=True),
+        lambda counts: torch.sort(received(counts, torch.arange(4, dtype=torch.int32).repeat(RANKS)), stable=True),
         lambda counts: torch.sort(received(counts).view(2, 7), stable=True),
     ],
-    ids=["descending", "of other numbers", "from one", "of every second", "of sums", "of two dims"],
+    ids=["descending", "of other numbers", "from one", "of every second", "of sums", "of another dtype", "of two dims"],
 )  # fmt: skip
 def test_other_sorts_stay(function):
     assert count(rewritten(sort_by_counts, function, COUNTS), aten.sort.stable) == 1

@@ -145,7 +145,8 @@ def exchange_with_capacity(experts: Experts, hidden: Tensor, index: Tensor, weig
     pairs = index.numel()
     room = _room(hidden.shape[0], top_k, plan)
 
-    slots, order = torch.sort(group.position(index).reshape(-1), stable=True)
+    slots, order = torch.sort(_slots(index, group), stable=True)
+    slots = slots.to(torch.int64)
     target = slots // plan.local
     first = torch.searchsorted(slots, torch.arange(plan.ep, device=slots.device) * plan.local)
     place = torch.arange(pairs, device=slots.device) - first[target.clamp(max=plan.ep - 1)]

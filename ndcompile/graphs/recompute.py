@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ndcompile.graphs.saved_activations import even_rows, is_view, nbytes, saved_activations
 from ndcompile.lowering.partition import joint_passes, run_on_joint_graph, tag_regathered_weights
 from ndcompile.operators.redistribute import REDISTRIBUTE, all_to_all, identity, narrow, pair, redistribute
-from ndcompile.operators.routing_checks import CHECKED_SPLITS
+from ndcompile.operators.routing_checks import checked_splits
 from ndcompile.private.inductor import (
     aot_autograd,
     decompositions,
@@ -36,7 +36,7 @@ KEPT, CHEAP, PRODUCTS, ATTENTION, COLLECTIVES = range(5)
 
 STAGES = {CHEAP: "element by element", PRODUCTS: "matrix products", ATTENTION: "attention", COLLECTIVES: "collectives"}
 
-READ_BY_THE_HOST = {all_to_all, CHECKED_SPLITS, torch.ops.aten._local_scalar_dense.default}
+READ_BY_THE_HOST = {all_to_all, checked_splits, torch.ops.aten._local_scalar_dense.default}
 """Numbers of rows that experts exchange: some integers, for which backward need not wait for the host again."""
 
 PRODUCT_NAMES = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear"}

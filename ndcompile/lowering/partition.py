@@ -45,7 +45,9 @@ LOWERING_SOURCES = tuple(
     str(Path(__file__).parents[1] / f"{name}.py")
     for name in (
         "graphs/graph_edits",
+        "graphs/repetition",
         "graphs/saved_activations",
+        "graphs/sorts",
         "lowering/own_memory",
         "lowering/partition",
         "operators/chunked_loss",

@@ -18,17 +18,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from ndcompile.operators.routing_checks import CHECKED_SPLITS
+from ndcompile.operators.routing_checks import checked_splits
 
 COPIES = (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default)
 """What a copy to the host is in a lowered graph."""
 
 
 def _start(x: Tensor) -> Tensor:
-    """A token, empty and on the CPU, for `end_host_read`. The values that it copies are those that x has here."""
+    """A token for `end_host_read`: the address of x. The values that it copies are those that x has here."""
     if x.device.type == "cuda":
         _copying(x.device).wait_stream(torch.cuda.current_stream(x.device))
-    return torch.empty(0, dtype=x.dtype, device="cpu")
+    return torch.tensor([x.data_ptr()])
 
 
 def _end(token: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
@@ -38,9 +38,12 @@ def _end(token: Tensor, x: Tensor, before: Sequence[Tensor]) -> Tensor:
     these are operands makes inductor launch them first, where it would compute them when they are read.
     """
     if x.device.type != "cuda":
-        return x.clone()
+        return x.clone(memory_format=torch.contiguous_format)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    with torch.cuda.stream(stream := _copying(x.device)):
+    stream = _copying(x.device)
+    if token.item() != x.data_ptr():  # a copy that a compiler made since, for strides or alignment
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
         host.copy_(x, non_blocking=True)
     stream.synchronize()
     return host
@@ -62,7 +65,7 @@ _library.define("end_host_read(Tensor token, Tensor x, Tensor[] before) -> Tenso
 _library.impl("start_host_read", _start, "CompositeExplicitAutograd")
 _library.impl("end_host_read", _end, "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "ndcompile::start_host_read", lambda x: torch.empty(0, dtype=x.dtype, device="cpu"), lib=_library
+    "ndcompile::start_host_read", lambda x: torch.empty(1, dtype=torch.int64, device="cpu"), lib=_library
 )
 torch.library.register_fake("ndcompile::end_host_read", _on_host, lib=_library)
 
@@ -72,7 +75,7 @@ END_HOST_READ = torch.ops.ndcompile.end_host_read.default
 
 def host_reads(graph: fx.Graph) -> list[fx.Node]:
     """The nodes at which the host reads numbers of rows, in order."""
-    return graph.find_nodes(op="call_function", target=CHECKED_SPLITS)
+    return graph.find_nodes(op="call_function", target=checked_splits)
 
 
 def launch_before(read: fx.Node, nodes: Sequence[fx.Node]) -> None:
@@ -89,7 +92,7 @@ def part_copy_from_read(graph: fx.Graph, read: fx.Node) -> list[fx.Node]:
     if copy.target not in COPIES or len(copy.users) > 1:
         return []
     source = copy.all_input_nodes[0]
-    if source.meta["val"].device.type != "cuda":
+    if source.meta["val"].device.type != "cuda" or source.meta["val"].dtype != copy.meta["val"].dtype:
         return []
     with graph.inserting_before(copy):
         start = graph.call_function(START_HOST_READ, (source,))

@@ -26,7 +26,7 @@ def _checked_splits(splits: Tensor, layer: str, experts: int) -> Tensor:
             f"{layer!r}: routing indices outside the {experts} experts, on the ranks of the expert group (with how "
             f"many): {counts}. Indices must be in [0, {experts}): check the router's top-k."
         )
-    return torch.tensor([[*send[:-1], sum(send)], [*receive[:-1], sum(receive)]])
+    return torch.tensor([[*send[:-1], sum(send)], [*receive[:-1], sum(receive)]], dtype=splits.dtype)
 
 
 _library = torch.library.Library("ndcompile", "FRAGMENT")
@@ -34,7 +34,7 @@ _library.define("checked_splits(Tensor splits, str layer, int experts) -> Tensor
 _library.impl("checked_splits", _checked_splits, "CPU")
 _library.impl("checked_splits", lambda splits, layer, experts: splits.new_empty(2, splits.shape[1]), "Meta")
 
-checked_splits = CHECKED_SPLITS = torch.ops.ndcompile.checked_splits.default
+checked_splits = torch.ops.ndcompile.checked_splits.default
 """The operator as it stands in a graph. Not a `torch.library.custom_op`: its layers take 25 microseconds a call."""
 
 

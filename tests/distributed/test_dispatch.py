@@ -18,7 +18,7 @@ from ndcompile.graphs.exchanges import ALL_TO_ALL, Surroundings, is_product
 from ndcompile.inspection.trace import module_of
 from ndcompile.lowering.partition import Partitioner
 from ndcompile.lowering.schedule import Schedule
-from ndcompile.operators.routing_checks import CHECKED_SPLITS
+from ndcompile.operators.routing_checks import checked_splits
 
 FSDP2_EP2: workers.Layout = (("ep", 2), ("fsdp", 2))
 EP2_TP2: workers.Layout = (("ep", 2), ("tp", 2))
@@ -112,7 +112,7 @@ def _order(name: str, part: str) -> list[str] | None:
     for node in graph.nodes:
         if node in labels:
             order.append(labels[node])
-        elif node.target is CHECKED_SPLITS:
+        elif node.target is checked_splits:
             order.append("read")
         elif node.target is torch.ops.aten.index.Tensor and any(user.target is ALL_TO_ALL for user in node.users):
             order.append("rows")
