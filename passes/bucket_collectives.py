@@ -97,6 +97,7 @@ def _merge_reductions(graph: fx.Graph, bucket: list[Chain]) -> None:
         flat = [_call(graph, aten.reshape.default, chain.start.args[0], [ranks, -1]) for chain in bucket]
         joined = _call(graph, aten.cat.default, flat, 1)
         start = _call(graph, last.target, joined, *settings)
+        start.meta["custom"] = dict(last.meta.get("custom", {}))
         whole = _call(graph, collectives.wait_tensor.default, start)
         _split(graph, whole, bucket, [node.meta["val"].shape[1] for node in flat])
 

@@ -49,7 +49,11 @@ class Graph:
 
     def gradient(self, name: str, mib: float, group: str = "fsdp") -> fx.Node:
         whole = self.call(f"grad_{name}", torch.ops.aten.mul.Tensor, self.input(f"saved_{name}", mib), 2)
+        return self.reduced(name, whole, group)
+
+    def reduced(self, name: str, whole: fx.Node, group: str = "fsdp") -> fx.Node:
         start = self.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, whole, "avg", RANKS, group)
+        start.meta["custom"] = {"unshard": "free_full_weight"}
         return self.call(f"wait_{name}", collectives.wait_tensor.default, start)
 
     def use(self, name: str, x: fx.Node, weight: fx.Node) -> fx.Node:

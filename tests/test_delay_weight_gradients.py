@@ -2,7 +2,6 @@
 
 import torch
 from collective_graphs import Graph
-from torch import fx
 
 from ndcompile.passes.delay_weight_gradients import delay_weight_gradients
 
@@ -20,19 +19,13 @@ def backward(mib: float, layers: str = "ab", write: bool = False) -> Graph:
         product = g.call(f"weight_{name}", aten.mm.default, saved, gradient)
         if write and name == layers[0]:
             g.call("write", WRITE, g.input("buffer", 2), product)
-        results.append(reduced(g, name, product))
+        results.append(g.reduced(name, product))
         gradient = g.call(f"input_{name}", aten.mm.default, gradient, g.input(f"used_{name}", 2))
     rows = int(mib * 2**20 / 2 / 1024)
     whole = g.call("whole", aten.repeat.default, gradient, [rows // 1024, 1])
-    results.append(reduced(g, "embedding", whole))
+    results.append(g.reduced("embedding", whole))
     g.graph.output(tuple(results))
     return g
-
-
-def reduced(g: Graph, name: str, whole: fx.Node) -> fx.Node:
-    collectives = torch.ops._c10d_functional
-    start = g.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, whole, "avg", 2, "fsdp")
-    return g.call(f"wait_{name}", collectives.wait_tensor.default, start)
 
 
 def delayed(g: Graph) -> list[str]:
@@ -85,7 +78,7 @@ def test_gradients_of_experts_that_nobody_reduces_count():
         ends.meta["val"] = torch.empty(4, dtype=torch.int32)
     turned = g.call("transposed", aten.permute.default, rows, [1, 0])
     product = g.call("experts", aten._grouped_mm.default, turned, gradient, ends)
-    last = reduced(g, "embedding", g.call("whole", aten.repeat.default, g.input("dx", 2), [6, 1]))
+    last = g.reduced("embedding", g.call("whole", aten.repeat.default, g.input("dx", 2), [6, 1]))
     g.graph.output((product, last))
     assert "experts" in delayed(g)
 

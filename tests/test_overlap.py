@@ -142,6 +142,16 @@ def test_the_all_reduce_of_replicas_starts_with_its_reduced_gradient_and_is_wait
     ]  # fmt: skip
 
 
+def test_gradients_of_what_a_caller_gives_are_waited_for_at_once():
+    """Their sizes differ between ranks, which must agree on what moves."""
+    g = backward({"a": 300, "inputs": 300, "b": 300})
+    (start,) = (node for node in g.graph.nodes if node.name == "scatter_inputs")
+    start.meta["custom"] = {"module": "model"}
+    overlap_communication(g.graph)
+    names = g.names()
+    assert names.index("wait_inputs") == names.index("scatter_inputs") + 1
+
+
 def test_a_reduction_that_is_used_is_not_put_off():
     g = Graph()
     x = g.input("x", 2)
@@ -190,7 +200,7 @@ def test_a_bucket_of_gradients_ends_with_its_layer():
     g = backward(dict.fromkeys("abcdef", 2), "meta")
     starts = g.graph.find_nodes(op="call_function", target=collectives.reduce_scatter_tensor.default)
     for number, start in enumerate(starts):
-        start.meta["custom"] = {"layer": number // 2}
+        start.meta["custom"]["layer"] = number // 2
     bucket_collectives(g.graph)
     assert _kinds(g) == ["reduce_scatter_tensor"] * 3
 

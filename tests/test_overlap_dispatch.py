@@ -49,6 +49,7 @@ class Graph:
     def reduced_gradient(self, name: str, x: fx.Node, y: fx.Node) -> fx.Node:
         gradient = self.call(f"grad_{name}", aten.mm.default, self.call(f"turned_{name}", aten.t.default, x), y)
         start = self.call(f"scatter_{name}", collectives.reduce_scatter_tensor.default, gradient, "avg", RANKS, "fsdp")
+        start.meta["custom"] = {"unshard": "free_full_weight"}
         return self.call(f"done_{name}", collectives.wait_tensor.default, start)
 
     def scheduled(self, *results: fx.Node) -> list[str]:

@@ -83,15 +83,18 @@ def by_first_use(graph: fx.Graph, chains: list[Chain]) -> list[Chain]:
 
 
 def gradient_reductions(graph: fx.Graph) -> list[Chain]:
-    """Reduce-scatters and all-reduces whose results go to outputs of the graph and nowhere else, in their order.
+    """Reduce-scatters and all-reduces of parameters' gradients whose results go to outputs of the graph and nowhere
+    else, in their order.
 
-    A reduction of a reduction's result (the all-reduce of dp_replicate) is part of the first one's chain.
+    Not of other gradients, such as those of embeddings that a caller gives: their sizes are those of a rank's tokens,
+    and what is moved must not depend on these. A reduction of a reduction's result (the all-reduce of dp_replicate) is
+    part of the first one's chain.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     chains: list[Chain] = []
     inside: set[fx.Node] = set()
     for start in graph.nodes:
-        if start.target not in REDUCTIONS or start in inside:
+        if start.target not in REDUCTIONS or start in inside or not _is_of_parameter(start):
             continue
         sizes = [_bytes(given) for given in start.all_input_nodes]
         known = [size for size in sizes if size is not None]
@@ -121,6 +124,11 @@ def _from_placeholders(start: fx.Node) -> set[fx.Node] | None:
         found.add(node)
         waiting.extend(node.all_input_nodes)
     return found
+
+
+def _is_of_parameter(start: fx.Node) -> bool:
+    """Whether a reduction came from the gather of a parameter, or from the sum of its gradient over tp."""
+    return not {"unshard", "parameter"}.isdisjoint(start.meta.get("custom", {}))
 
 
 def _behind(start: fx.Node, position: dict[fx.Node, int]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
