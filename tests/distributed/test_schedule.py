@@ -56,6 +56,14 @@ def test_parity_of_layers_compiled_once(overlapping, checkpoint, layout):
     assert_parity(overlapping(workers.size(layout)), case, checkpoint("llama", **six))
 
 
+@pytest.mark.slow
+def test_parity_of_ranks_with_other_lengths(overlapping, checkpoint):
+    """Their collectives start in one order, or they would pair with others."""
+    options = {"backend": "inductor", "disable_passes": ("bucket_collectives",)}
+    case = Case("llama", (("fsdp", 2),), ragged=True, overrides=ONE, options=options)
+    assert_parity(overlapping(2), case, checkpoint("llama", **ONE))
+
+
 def test_collectives_overlap_on_gpus_only():
     with FakeTensorMode():
         weight, weight_on_gpu = torch.empty(2), torch.empty(2, device="cuda")
