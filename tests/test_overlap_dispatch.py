@@ -3,10 +3,10 @@
 import time
 from contextlib import nullcontext
 
+import collective_graphs
 import pytest
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from ndcompile.graphs.collective_chains import collectives
 from ndcompile.graphs.exchanges import ALL_TO_ALL, waited_for
@@ -19,11 +19,8 @@ ROWS, WIDTH, RANKS = 8, 16, 2
 EVEN = [ROWS // RANKS] * RANKS
 
 
-class Graph:
+class Graph(collective_graphs.Graph):
     """Nodes with fake values on a device; activations are (ROWS, WIDTH), weights (WIDTH, WIDTH)."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.graph, self.mode, self.device = fx.Graph(), FakeTensorMode(), device
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
@@ -31,12 +28,6 @@ class Graph:
             node = self.graph.placeholder(name)
         with self.mode:
             node.meta["val"] = torch.empty(*(shape or (ROWS, WIDTH)), dtype=dtype, device=self.device)
-        return node
-
-    def call(self, name: str, target, *args) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        with self.mode:
-            node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
         return node
 
     def product(self, name: str, x: fx.Node, width: int = WIDTH) -> fx.Node:
