@@ -100,6 +100,15 @@ def test_a_shard_that_is_read_in_front_of_its_gather_stays_there():
     assert together(g) == [["cast_a", "cast_b"]]
 
 
+def test_a_shard_that_is_made_behind_the_first_gather_moves_in_front_of_it():
+    g = Graph()
+    gathered = []
+    for name in "ab":
+        gathered.append(g.gathered(name, g.call(f"cast_{name}", torch.ops.aten.neg.default, g.input(name, 20))))
+    g.graph.output(tuple(gathered))
+    assert together(g) == [["cast_a", "cast_b"]]
+
+
 def test_parts_of_one_shard_are_gathered_together():
     g = Graph()
     cast = g.call("cast", torch.ops.aten.neg.default, g.input("shard", 20))
