@@ -3,9 +3,10 @@
     python bench/step_estimate.py
 
 prints the table of docs/time-model.md in markdown, milliseconds and GB, in two minutes and without a GPU. With --all it
-takes every line that the estimate has words for. A line marked + ran with loss_only. One marked * is of one rank alone
-(bench/one_rank.py): its step is compared without communication. Exposed and all communication are those of a profile;
-where the line has none, of another one of the same case. Ratios are estimated / measured.
+takes every line that the estimate has words for; --rates FILE are those that `ndcompile rates` measured. A line marked
++ ran with loss_only. One marked * is of one rank alone (bench/one_rank.py): its step is compared without communication.
+Exposed and all communication are those of a profile; where the line has none, of another one of the same case. Ratios
+are estimated / measured.
 """
 
 from __future__ import annotations
@@ -78,7 +79,14 @@ def same_case(line: dict[str, Any]) -> tuple[Any, ...]:
 
 @functools.cache
 def estimated(
-    case: str, model: str, exchange: str | None, layers: int, batch: int, sequence: int | None, loss_only: bool | None
+    rates: str,
+    case: str,
+    model: str,
+    exchange: str | None,
+    layers: int,
+    batch: int,
+    sequence: int | None,
+    loss_only: bool | None,
 ) -> Any:
     """Figures of memory and time by name."""
     sizes = train.sizes_of(case)
@@ -90,14 +98,14 @@ def estimated(
         asked,
         batch_size=batch // (sizes.get("dp_replicate", 1) * sizes.get("fsdp", 1)),
         seq_len=sequence or 4096,
-        rates="h200-nvlink",
+        rates=rates,
         loss_only=bool(loss_only),
     ).report
     return {figure.name: figure.value for figure in (*report.memory, *report.time)}
 
 
-def row(line: dict[str, Any], measured: list[dict[str, Any]]) -> str:
-    figures = estimated(*same_case(line))
+def row(line: dict[str, Any], measured: list[dict[str, Any]], rates: str) -> str:
+    figures = estimated(rates, *same_case(line))
     alone, chunked = line.get("one_rank"), line.get("loss_only")
     step = (figures["step"] - (figures["exposed communication"] if alone else 0)) * 1e3
     exposed = f"{figures['exposed communication'] * 1e3:.1f} of {figures['communication'] * 1e3:.1f}"
@@ -140,12 +148,13 @@ def profiled(line: dict[str, Any], measured: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every line that has an estimate, not the docs' rows alone")
+    parser.add_argument("--rates", default="h200-nvlink", help="a preset, or a file of `ndcompile rates`")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     measured = list(lines())
     print(HEAD)
     for line in measured if args.all else [found(measured, *wanted) for wanted in ROWS]:
-        print(row(line, measured), flush=True)
+        print(row(line, measured, args.rates), flush=True)
 
 
 if __name__ == "__main__":

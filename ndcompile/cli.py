@@ -1,7 +1,8 @@
-"""The command `ndcompile`: what can be said about a model and a mesh without running them.
+"""The command `ndcompile`: what can be said about a model and a mesh without running them, and how fast a machine is.
 
 ndcompile plan path/to/config.json --fsdp 8 --tp 4
 ndcompile verify path/to/checkpoint --fsdp 8 --tp 4
+torchrun --nproc-per-node=8 -m ndcompile rates --out machine.toml
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ndcompile.loader.planning import LoadingPlan, plan_loading
 from ndcompile.loader.proof import Proof
 from ndcompile.loader.rank_reads import ReadPlan, spell_bytes
 from ndcompile.loader.source import cached_snapshot, has_checkpoint
+from ndcompile.measurement.command import add_parser as add_rates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     add_plan(commands)
     add_search(commands)
+    add_rates(commands)
     _add_verify(commands)
     return parser
 

@@ -152,6 +152,31 @@ def read_rates(path: str | Path) -> Rates:
     )
 
 
+def write_rates(path: str | Path, rates: Rates, comment: str) -> None:
+    """Write a TOML file that `read_rates` reads, numbers to four digits. comment: lines at its head.
+
+    Raises ValueError for a path that does not end in .toml, OSError if it cannot be written.
+    """
+    path = check_rates_path(path)
+    numbers = {name: value for name, value in rates.as_row().items() if isinstance(value, float | int)}
+    lines = [*(f"# {line}".rstrip() for line in comment.splitlines()), f"name = {json.dumps(rates.name)}"]
+    lines += [f"{name} = {_spell(value)}" for name, value in numbers.items() if "." not in name]
+    lines += ["", "[flops]", *(f"{name} = {_spell(value)}" for name, value in rates.flops.items())]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def check_rates_path(path: str | Path) -> Path:
+    """Raises ValueError for a path that does not end in .toml."""
+    path = Path(path)
+    if path.suffix != ".toml":
+        raise ValueError(f"{path}: rates are written as TOML. Give a name that ends in .toml.")
+    return path
+
+
+def _spell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.3e}"
+
+
 def _number(path: Path, key: str, value: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     may_be_zero = key.endswith("latency") or key == "hidden_fraction"

@@ -11,7 +11,7 @@ from importlib.metadata import version
 TRIED = "torch 2.11 and 2.13 with transformers 5.24"
 
 try:
-    from ndcompile.private import distributed, dynamo, inductor, tracing, transformers
+    from ndcompile.private import cuda, distributed, dynamo, inductor, tracing, transformers
 except ImportError as error:
     here = f"torch {version('torch')} with transformers {version('transformers')}"
     raise ImportError(
@@ -19,4 +19,4 @@ except ImportError as error:
         "install one of those."
     ) from error
 
-__all__ = ["TRIED", "distributed", "dynamo", "inductor", "tracing", "transformers"]
+__all__ = ["TRIED", "cuda", "distributed", "dynamo", "inductor", "tracing", "transformers"]

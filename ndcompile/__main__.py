@@ -1,0 +1,7 @@
+"""`python -m ndcompile`, and so `torchrun -m ndcompile`: the command `ndcompile`."""
+
+import sys
+
+from ndcompile.cli import main
+
+sys.exit(main())
