@@ -70,6 +70,16 @@ def test_the_order_does_not_depend_on_the_number_of_tokens():
     assert delayed(with_tokens(2)) == delayed(with_tokens(64))
 
 
+def test_a_gradient_that_is_no_product_does_not_count():
+    """It takes as long as memory does: beside it alone the reduction would stay exposed."""
+    g = backward(6)
+    output = g.graph.output_node()
+    with g.graph.inserting_before(next(node for node in g.graph.nodes if node.name == "whole")):
+        norm = g.gradient("norm", 2)
+    output.args = ((*output.args[0], norm),)
+    assert [name for name in delayed(g) if name.startswith(("weight", "grad"))] == ["weight_a", "grad_norm"]
+
+
 def test_gradients_of_experts_that_nobody_reduces_count():
     g = Graph()
     rows, gradient = (g.call(f"turned_{n}", aten.view.default, g.input(n, 2), [1024, 1024]) for n in ("x", "dy"))
