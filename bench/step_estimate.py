@@ -36,20 +36,20 @@ ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4xH200", {"case": "ndcompile:fsdp=2,tp=2", "loss_only": True}),
     ("one-rank-H200", {"case": "ndcompile:fsdp=2,tp=2", "one_rank": True}),
     ("tp-and-replicas-2xH200", {"case": "ndcompile:dp_replicate=2", "loss_only": True}),
-    ("chunks-in-order-2xH200", {"case": "ndcompile:tp=2", "loss_only": True}),
+    ("peers-2xH200", {"case": "ndcompile:tp=2", "loss_only": True}),
     ("experts-and-logits-2xH200", {"case": "ndcompile:fsdp=2"}),
-    ("hidden-2xH200", {"case": "ndcompile:fsdp=2", "loss_only": True, "layers": 8}),
+    ("peers-2xH200", {"case": "ndcompile:fsdp=2", "loss_only": True, "layers": 8}),
     ("4xH200", {"case": "ndcompile:fsdp=4"}),
-    ("start-2xH200", {"case": "ndcompile:fsdp=2", "layers": 32, "loss_only": True}),
-    ("hidden-2xH200", {"case": "ndcompile:fsdp=2,ep=2", "exchange": "all_to_all"}),
-    ("hidden-2xH200", {"case": "ndcompile:tp=2,ep=2", "exchange": "all_to_all"}),
+    ("peers-2xH200", {"case": "ndcompile:fsdp=2", "layers": 32, "loss_only": True}),
+    ("peers-2xH200", {"case": "ndcompile:fsdp=2,ep=2", "exchange": "all_to_all"}),
+    ("peers-2xH200", {"case": "ndcompile:tp=2,ep=2", "exchange": "all_to_all"}),
     ("moe-4xH200", {"case": "ndcompile:fsdp=4,ep=4", "exchange": "all_to_all"}),
     ("moe-4xH200", {"case": "ndcompile:fsdp=4,ep=4", "exchange": "all_gather"}),
     ("moe-4xH200", {"case": "ndcompile:fsdp=2,tp=2,ep=4", "exchange": "all_to_all"}),
     ("moe-4xH200", {"case": "ndcompile:fsdp=2,tp=2,ep=4", "exchange": "all_gather"}),
 )
 """The table of the docs: a file, and which of its lines."""
-IN_ORDER = {"chunks-in-order-2xH200", "hidden-2xH200", "one-rank-H200"}
+IN_ORDER = {"chunks-in-order-2xH200", "hidden-2xH200", "one-rank-H200", "peers-2xH200"}
 """Files whose loss_only holds the logits of one chunk at a time. Others were measured when inductor held those of all
 chunks, and their peaks are not compared."""
 HEAD = (
