@@ -9,12 +9,13 @@ Cases, all under tp over all ranks:
     ndcompile-graphs    the same with cuda_graphs=True
     hf-eager            transformers' DistributedConfig, the cache grows
     hf-compile          the same, cache_implementation="static", which generate compiles on GPUs by itself
-Llama-3-8B widths, random weights and tokens. Every batch begins with a new model, and with --warm-up calls of generate,
-the first of which compiles. Reported: seconds of that first call, milliseconds of the prompt (a generate of one token),
-milliseconds a token behind it, tokens/s of all sequences behind the prompt, peak memory in GB. `agree`: how many of the
-tokens are those of the first case that ran with these sizes (kept in the checkpoint's folder), `first_difference`: the
-first place where a sequence differs. In bf16 close logits round to another order, and all that follows differs then:
---dtype float32 compares what is computed.
+Llama-3-8B widths, or with --model moe those of Qwen3-30B-A3B, whose experts are shared out over the same ranks (ep =
+tp, in fixed shapes: every rank computes its experts' part for all tokens). Random weights and tokens. Every batch
+begins with a new model, and with --warm-up calls of generate, the first of which compiles. Reported: seconds of that
+first call, milliseconds of the prompt (a generate of one token), milliseconds a token behind it, tokens/s of all
+sequences behind the prompt, peak memory in GB. `agree`: how many of the tokens are those of the first case that ran
+with these sizes (kept in the checkpoint's folder), `first_difference`: the first place where a sequence differs. In
+bf16 close logits round to another order, and all that follows differs then: --dtype float32 compares what is computed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import ndcompile
@@ -63,11 +64,34 @@ WIDTHS = {
         "vocab_size": 128,
         "max_position_embeddings": 1024,
     },
+    "moe": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+    },
+    "tiny-moe": {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 128,
+        "max_position_embeddings": 1024,
+    },
 }
 
 
-def config(args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
+def config(args: argparse.Namespace) -> PretrainedConfig:
+    made: type[PretrainedConfig] = Qwen3MoeConfig if "num_experts" in WIDTHS[args.model] else LlamaConfig
+    return made(
         **WIDTHS[args.model],
         num_hidden_layers=args.layers,
         rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
@@ -93,7 +117,9 @@ def save_checkpoint(args: argparse.Namespace) -> Path:
 
 def build(args: argparse.Namespace, case: str, folder: Path) -> Any:
     ours, options, _ = CASES[case]
-    dtype, asked = getattr(torch, args.dtype), DistributedConfig(tp_size=dist.get_world_size(), fsdp_size=1)
+    sizes = {"tp_size": dist.get_world_size(), "fsdp_size": 1}
+    experts = {"ep_size": dist.get_world_size()} if "num_experts" in WIDTHS[args.model] else {}
+    dtype, asked = getattr(torch, args.dtype), DistributedConfig(**sizes, **experts)
     if not ours:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=asked).eval()
     with torch.device("meta"):
