@@ -121,7 +121,8 @@ def build(args: argparse.Namespace, case: str, folder: Path) -> Any:
     experts = {"ep_size": dist.get_world_size()} if "num_experts" in WIDTHS[args.model] else {}
     dtype, asked = getattr(torch, args.dtype), DistributedConfig(**sizes, **experts)
     if not ours:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=asked).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=asked).eval()
+        return model.to(args.device) if dist.get_world_size() == 1 else model  # one rank is left on the CPU
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config(args), dtype=dtype).eval()
     mesh = torch.distributed.device_mesh.init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("tp",))

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from golden_text import golden_torch
 
+from ndcompile.inspection.rates import find_rates
+
 ROOT = Path(__file__).parents[1]
 TABLE = [line for line in (ROOT / "docs" / "time-model.md").read_text().splitlines() if line.endswith("H200 |")]
 
@@ -29,6 +31,11 @@ def test_every_row_of_the_docs_is_of_a_measured_line(bench):
 def test_a_row_of_the_docs_is_what_the_command_prints(bench, number):
     measured = list(bench.lines())
     assert bench.row(bench.found(measured, *bench.ROWS[number]), measured, "h200-nvlink") == TABLE[number]
+
+
+def test_rates_that_were_measured_are_a_file_of_rates():
+    rates = find_rates(str(ROOT / "bench" / "rates-2xH200-torch2.11.toml"))
+    assert (rates.name, rates.ranks_a_node) == ("2 ranks of NVIDIA H200 on one node", 2)
 
 
 def test_lines_that_asked_for_what_the_estimate_has_no_words_for_are_left_out(bench):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,7 +125,10 @@ def read_rates(path: str | Path) -> Rates:
     Raises OSError if it cannot be read, and ValueError, with the key and what is legal, for anything else.
     """
     path = Path(path)
-    text = path.read_text()
+    return _parse(path, path.read_text())
+
+
+def _parse(path: Path, text: str) -> Rates:
     try:
         given = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
@@ -155,14 +159,21 @@ def read_rates(path: str | Path) -> Rates:
 def write_rates(path: str | Path, rates: Rates, comment: str) -> None:
     """Write a TOML file that `read_rates` reads, numbers to four digits. comment: lines at its head.
 
-    Raises ValueError for a path that does not end in .toml, OSError if it cannot be written.
+    Raises ValueError for a path that does not end in .toml and for numbers that `read_rates` would refuse, OSError if
+    it cannot be written.
     """
     path = check_rates_path(path)
+    comment = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in comment)
     numbers = {name: value for name, value in rates.as_row().items() if isinstance(value, float | int)}
-    lines = [*(f"# {line}".rstrip() for line in comment.splitlines()), f"name = {json.dumps(rates.name)}"]
+    lines = [
+        *(f"# {line}".rstrip() for line in comment.splitlines()),
+        f"name = {json.dumps(rates.name, ensure_ascii=False)}",
+    ]
     lines += [f"{name} = {_spell(value)}" for name, value in numbers.items() if "." not in name]
     lines += ["", "[flops]", *(f"{name} = {_spell(value)}" for name, value in rates.flops.items())]
-    path.write_text("\n".join(lines) + "\n")
+    text = "\n".join(lines) + "\n"
+    _parse(path, text)
+    path.write_text(text)
 
 
 def check_rates_path(path: str | Path) -> Path:
@@ -180,7 +191,7 @@ def _spell(value: float) -> str:
 def _number(path: Path, key: str, value: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     may_be_zero = key.endswith("latency") or key == "hidden_fraction"
-    if not number or value < 0 or (value == 0 and not may_be_zero):
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
         raise ValueError(f"{path}: {key} must be a number above 0, not {value!r}.")
     if key.endswith("fraction") and value > 1:
         raise ValueError(f"{path}: {key} is a part of a whole, at most 1, not {value!r}.")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,43 +22,54 @@ FEWEST, MOST = 2, 1000
 QUEUE, LAUNCH = 100, 150e-6
 """Calls that the host launches ahead of a GPU, and seconds that it may take for each."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Machine:
-    """device: this rank's. ranks, nodes: of the world. node: the group of this node's ranks; None on one node."""
+    """device: this rank's. ranks, nodes: of the world. ranks_a_node: that a node has room for, on GPUs one for each.
+
+    inside: the group of this node's ranks. between: a group of one rank of each node. None where the world is that.
+    """
 
     device: torch.device
     ranks: int
-    nodes: int = 1
-    node: dist.ProcessGroup | None = None
+    nodes: int
+    ranks_a_node: int
+    inside: dist.ProcessGroup | None = None
+    between: dist.ProcessGroup | None = None
 
     @property
-    def ranks_a_node(self) -> int:
+    def started(self) -> int:
+        """How many ranks of each node take part."""
         return self.ranks // self.nodes
 
     def spell(self) -> str:
-        """Such as "8 ranks of NVIDIA H200, 2 nodes"."""
+        """Such as "16 ranks of NVIDIA H200 on 2 nodes"."""
         card = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{ranks} of {card}, {'one node' if self.nodes == 1 else f'{self.nodes} nodes'}"
+        return f"{ranks} of {card} on {'one node' if self.nodes == 1 else f'{self.nodes} nodes'}"
 
-    def slowest(self, seconds: float) -> float:
-        """The most of all ranks. Collective."""
-        if self.ranks == 1:
-            return seconds
-        shared = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        return float(shared)
+    def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Random numbers: what a product of zeros takes says little, as it needs less power."""
+        return torch.randn(shape, device=self.device).to(dtype)
 
     def seconds(self, call: Callable[[], object], at_least: float) -> float:
         """Seconds of a call, the mean of calls in a row that take `at_least` seconds together, behind as many to warm
         up: a device at the limit of its power lowers its clock only then. Of a GPU without the host, which in a step is
         ahead of it. Of the slowest rank, and as many calls on every rank. Collective."""
         self._time(call, 1)
-        once = self.slowest(self._time(call, FEWEST))
+        once = self._slowest(self._time(call, FEWEST))
         calls = min(MOST, max(FEWEST, math.ceil(at_least / max(once, 1e-9))))
         self._time(call, calls)
-        return self.slowest(self._time(call, calls))
+        return self._slowest(self._time(call, calls))
+
+    def _slowest(self, seconds: float) -> float:
+        if self.ranks == 1:
+            return seconds
+        shared = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return float(shared)
 
     def _time(self, call: Callable[[], object], calls: int) -> float:
         if self.device.type == "cuda":
@@ -68,10 +81,13 @@ class Machine:
 
     def _time_on_gpu(self, call: Callable[[], object], calls: int) -> float:
         """Between events, behind a kernel that keeps the GPU busy until the host has launched what is between them."""
+        together = torch.zeros(1, device=self.device)
         spans = []
         for first in range(0, calls, QUEUE):
             count = min(QUEUE, calls - first)
             keep_busy(count * LAUNCH)
+            if self.ranks > 1:  # GPUs whose clocks differ leave that kernel at different times
+                dist.all_reduce(together)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(count):
@@ -81,30 +97,63 @@ class Machine:
         torch.cuda.synchronize(self.device)
         return sum(start.elapsed_time(end) for start, end in spans) / 1e3 / calls
 
-    def values(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Random numbers: what a product of zeros takes says little, as it needs less power."""
-        return torch.randn(shape, device=self.device).to(dtype)
 
+def machine_of_world(device: torch.device) -> Machine:
+    """The running world as a machine; ranks of one host name are of one node. Collective: it makes the groups.
 
-def machine_of_world(device_type: str) -> Machine:
-    """The running world as a machine. Collective: it makes a group for every node.
-
-    Raises MeshError on every rank where nodes have different numbers of ranks.
+    Raises MeshError on every rank where nodes have different numbers of ranks, or ranks that are no neighbours.
     """
     ranks = dist.get_world_size()
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(device_type, index) if device_type != "cpu" else torch.device("cpu")
-    local = [0] * ranks
-    dist.all_gather_object(local, int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))))
-    if len(set(local)) > 1 or ranks % local[0]:
+    hosts = [""] * ranks
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = len(set(hosts))
+    each = ranks // nodes
+    if any(len(set(hosts[start : start + each])) > 1 for start in range(0, ranks, each)) or ranks % nodes:
         raise MeshError(
-            f"The nodes have different numbers of ranks: LOCAL_WORLD_SIZE is {local} on ranks 0 to {ranks - 1}. "
-            "Start as many on every node (torchrun --nproc-per-node)."
+            f"{ranks} ranks are on {nodes} hosts, in the order {hosts}. Start as many on every host, and number those "
+            "of a host one after the other, as torchrun does."
         )
-    nodes = ranks // local[0]
-    group = None
+    room = max(each, torch.cuda.device_count()) if device.type == "cuda" else each
+    groups: dict[str, dist.ProcessGroup] = {}
     if nodes > 1:
-        starts = range(0, ranks, local[0])
-        groups = [dist.new_group(list(range(start, start + local[0]))) for start in starts]
-        group = groups[dist.get_rank() // local[0]]
-    return Machine(device, ranks, nodes, group)
+        rows = [range(start, start + each) for start in range(0, ranks, each)]
+        groups = {"inside": _mine(rows), "between": _mine([range(start, ranks, each) for start in range(each)])}
+    return Machine(device, ranks, nodes, room, **groups)
+
+
+def _mine(rows: list[range]) -> dist.ProcessGroup:
+    """Every rank makes all groups, in the same order, and keeps its own."""
+    made = [dist.new_group(list(row)) for row in rows]
+    return next(group for group, row in zip(made, rows, strict=True) if dist.get_rank() in row)
+
+
+def of_first_rank(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank; what it raises there is raised on all. Collective."""
+    found: list[tuple[T | None, Exception | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            found = [(make(), None)]
+        except (OSError, ValueError) as error:
+            found = [(None, error)]
+    dist.broadcast_object_list(found, src=0)
+    value, raised = found[0]
+    if raised is not None:
+        raise raised
+    return value  # type: ignore[return-value]
+
+
+def own_device(kind: str) -> torch.device:
+    """The device of this rank, by the LOCAL_RANK of its launcher.
+
+    Raises MeshError for a node without as many GPUs, and for ranks whose launcher does not number them.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    text = os.environ.get("LOCAL_RANK", "0" if "RANK" not in os.environ else "")
+    there = torch.cuda.device_count()
+    if not text.isdigit():
+        raise MeshError(f"LOCAL_RANK is {text!r}, and should be this rank's number on its node. Start with torchrun.")
+    if int(text) >= there:
+        remedy = "Start as many ranks a node, or measure the CPU with --device cpu." if there else "Use --device cpu."
+        raise MeshError(f"Rank {text} of this node has no GPU: torch sees {there}. {remedy}")
+    return torch.device("cuda", int(text))
