@@ -117,14 +117,17 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     if "dp_replicate" in sizes:  # which DistributedConfig has no word for
         options["mesh"] = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     else:
-        asked = {"enable_sequence_parallel": args.sequence_parallel, "fsdp_cpu_offload": args.cpu_offload}
+        asked: dict[str, Any] = {"enable_sequence_parallel": args.sequence_parallel}
+        asked["fsdp_cpu_offload"] = args.cpu_offload
+        if args.keep:
+            asked["fsdp_plan"] = {"model.layers.*": "keep_full_weight"}
         options["distributed_config"] = distributed_config(sizes, args.exchange, **asked)
     if args.exchange == "all_gather":
         options["dynamic"] = False
     return ndcompile.compile(model.train(), checkpoint=args.checkpoint, **options)
 
 
-def distributed_config(sizes: dict[str, int], exchange: str, **options: bool) -> DistributedConfig:
+def distributed_config(sizes: dict[str, int], exchange: str, **options: Any) -> DistributedConfig:
     asked = {f"{name}_size": size for name, size in sizes.items()}
     return DistributedConfig(**{"fsdp_size": 1, "tp_size": 1, **asked}, ep_implementation=exchange, **options)
 
@@ -232,7 +235,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = {"model": args.model} | ({} if args.model == "llama" else {"exchange": args.exchange})
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
-        options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp}
+        options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp, "keep": args.keep}
         asked |= {name: value for name, value in options.items() if value}
     asked |= {"cpu_offload": True} if args.cpu_offload else {}
     result: dict[str, Any] = {
@@ -352,6 +355,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
     parser.add_argument("--async-tp", action="store_true", help="of ndcompile.compile, with --sequence-parallel")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
+    parser.add_argument("--keep", action="store_true", help="weights of layers gathered in forward, for backward too")
     parser.add_argument("--cpu-offload", action="store_true", help="fsdp_cpu_offload")
     parser.add_argument("--memory-budget", help="of ndcompile.compile, such as 10GB")
     parser.add_argument("--checkpoint", default="build/bench")

@@ -17,7 +17,7 @@ from ndcompile.cli import main
 from ndcompile.errors import MeshError
 from ndcompile.inspection.links import Group, collective_seconds
 from ndcompile.inspection.rates import PRESETS, Rates, read_rates, write_rates
-from ndcompile.measurement import command, overlap
+from ndcompile.measurement import collectives, command, measure, overlap
 from ndcompile.measurement.collectives import KINDS, Link, Sample, fit, nearest
 from ndcompile.measurement.compute import SIZES as COMPUTED
 from ndcompile.measurement.machine import Machine, own_device
@@ -131,6 +131,31 @@ def test_what_products_lose_is_told_by_the_seconds_of_the_collective_alone(
     monkeypatch.setattr(overlap, "prepare", lambda *_: lambda: None)
     machine = Scripted(CPU, 2, 1, 2, script=(1.0, 0.1, both, 4.4))
     assert overlap.hidden_fraction(machine, None, 0.1) == pytest.approx(fraction)  # type: ignore[arg-type]
+
+
+def test_what_collectives_tell_is_named_as_rates_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two nodes, two of each in a group inside and between, on which collectives take what RATES says."""
+    for module in (collectives, overlap):
+        monkeypatch.setattr(module, "prepare", lambda *_: lambda: None)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(measure, "_world", lambda: None)
+    inside, between = (
+        [
+            collective_seconds(kind, nbytes, Group("all", 2, nodes), RATES)
+            for kind in KINDS
+            for nbytes in collectives.SIZES["cpu"]
+        ]
+        for nodes in (1, 2)
+    )
+    script = (1.0, 1.0, 1.0, 1.0, *inside, 1.0, 0.1, 5.0, 4.4, *between)
+    measured = measure_rates(Scripted(CPU, 4, 2, 2, script=script), PRESETS["h100-infiniband"])
+    names = ("launch_latency", "link_latency", "link_bandwidth", "network_latency", "network_bandwidth")
+    assert [getattr(measured.rates, name) for name in names] == pytest.approx(
+        [9e-6, 3e-6, 300e9, 15e-6, 40e9], rel=1e-5
+    )
+    assert (measured.rates.hidden_fraction, measured.rates.ranks_a_node) == (pytest.approx(0.6), 2)
+    assert measured.taken == ()
+    assert measured.off() == "half of 32 collectives within 0%, all within 0%"
 
 
 def test_a_poor_fit_says_so() -> None:

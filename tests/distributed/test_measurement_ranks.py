@@ -6,6 +6,7 @@ import dataclasses
 import socket
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -81,6 +82,7 @@ def test_ranks_of_two_nodes_measure_the_link_inside_and_the_network_between(rank
     assert samples == [(kind, 2, nodes) for nodes in (1, 2) for kind in KINDS for _ in collectives.SIZES["cpu"]]
 
 
+@pytest.mark.slow
 def test_one_rank_a_node_measures_the_network_and_takes_the_link_over(ranks):
     rates, taken, samples = ranks(_rates, "abcd")[0]
     assert {(count, nodes) for _, count, nodes in samples} == {(4, 4)}

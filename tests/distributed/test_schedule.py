@@ -64,6 +64,17 @@ def test_parity_of_ranks_with_other_lengths(overlapping, checkpoint):
     assert_parity(overlapping(2), case, checkpoint("llama", **ONE))
 
 
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [(workers.FSDP2_TP2, "aot_eager"), pytest.param((("fsdp", 2),), "inductor", marks=pytest.mark.slow)],
+)
+def test_parity_of_weights_that_are_kept_for_backward(overlapping, checkpoint, layout, backend):
+    kept = {"fsdp_plan": {"model.layers.*": "keep_full_weight"}}
+    two = {"num_hidden_layers": 2}
+    case = Case("llama", layout, step=True, overrides=two, options={"backend": backend, "distributed_config": kept})
+    assert_parity(overlapping(workers.size(layout)), case, checkpoint("llama", **two))
+
+
 def test_collectives_overlap_on_gpus_only():
     with FakeTensorMode():
         weight, weight_on_gpu = torch.empty(2), torch.empty(2, device="cuda")
