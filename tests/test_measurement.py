@@ -258,6 +258,7 @@ def test_one_process_measures_what_it_can_and_says_what_it_takes_over(tmp_path: 
     assert taken in out.read_text()
 
 
+@pytest.mark.slow
 def test_the_module_ends_with_the_status_of_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ndcompile", "plan", "nowhere/config.json"], timeout=240)
     assert done.returncode == 2
