@@ -251,7 +251,7 @@ def test_one_process_measures_what_it_can_and_says_what_it_takes_over(tmp_path: 
     done = subprocess.run(asked, capture_output=True, text=True, timeout=240, env=alone)
     assert done.returncode == 0, done.stderr
     rates = read_rates(out)
-    assert (rates.name, rates.ranks_a_node) == ("1 rank of CPU on one node", 8)
+    assert (rates.name, rates.ranks_a_node) == ("1 rank of CPU on one node (link and network of h100-infiniband)", 8)
     assert sorted(rates.flops) == ["bfloat16", "float32"]
     taken = "Not measured, those of h100-infiniband: ranks_a_node, link_bandwidth, link_latency, launch_latency, hidden"
     assert taken in done.stdout

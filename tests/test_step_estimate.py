@@ -35,7 +35,7 @@ def test_a_row_of_the_docs_is_what_the_command_prints(bench, number):
 
 def test_rates_that_were_measured_are_a_file_of_rates():
     rates = find_rates(str(ROOT / "bench" / "rates-2xH200-torch2.11.toml"))
-    assert (rates.name, rates.ranks_a_node) == ("2 ranks of NVIDIA H200 on one node", 2)
+    assert (rates.name, rates.ranks_a_node) == ("2 ranks of NVIDIA H200 on one node (network of h200-infiniband)", 2)
 
 
 def test_lines_that_asked_for_what_the_estimate_has_no_words_for_are_left_out(bench):

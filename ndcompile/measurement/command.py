@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         if first:
             print(report(machine, measured, like))
         if first and options.out is not None:
-            write_rates(options.out, measured.rates, _comment(measured, like))
+            write_rates(options.out, measured.rates, _comment(machine, measured, like))
     except RuntimeError as error:
         if isinstance(error, NdcompileError):
             raise
@@ -126,8 +126,8 @@ def report(machine: Machine, measured: Measured, like: Rates) -> str:
     return "\n".join([*lines, *_taken(measured, like)])
 
 
-def _comment(measured: Measured, like: Rates) -> str:
-    head = [f"Measured by `ndcompile rates` with torch {torch.__version__} on {measured.rates.name}."]
+def _comment(machine: Machine, measured: Measured, like: Rates) -> str:
+    head = [f"Measured by `ndcompile rates` with torch {torch.__version__} on {machine.spell()}."]
     fit = [f"By the formula: {measured.off()}."] if measured.samples else []
     return "\n".join([*head, *fit, *_taken(measured, like)])
 

@@ -61,8 +61,15 @@ def measure_rates(
     links, samples = _links(machine, at_least, stage)
     taken = tuple(name for name in (*LINKS, *NETWORK) if name not in links)
     achieved = {name: getattr(like, name) * like.link_fraction for name in taken if name.endswith("bandwidth")}
-    rates = dataclasses.replace(like, name=machine.spell(), link_fraction=1.0, **kernels, **links, **achieved)
+    name = machine.spell() + _borrowed(taken, like)
+    rates = dataclasses.replace(like, name=name, link_fraction=1.0, **kernels, **links, **achieved)
     return Measured(rates, tuple(samples), taken)
+
+
+def _borrowed(taken: tuple[str, ...], like: Rates) -> str:
+    """What a plan's reader is to know of rates that were not measured."""
+    parts = [part for part, rate in (("link", LINKS[1]), ("network", NETWORK[0])) if rate in taken]
+    return f" ({' and '.join(parts)} of {like.name})" if parts else ""
 
 
 def _kernels(machine: Machine, at_least: float, stage: Callable[[str], None]) -> dict[str, Any]:

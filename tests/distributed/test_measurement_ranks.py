@@ -67,7 +67,7 @@ def test_ranks_of_one_node_agree_on_its_link_and_take_the_network_over(ranks):
     results = ranks(_rates, "aaaa")
     rates, taken, samples = results[0]
     assert all(other == results[0] for other in results)
-    assert (rates["name"], rates["ranks_a_node"]) == ("4 ranks of CPU on one node", 4)
+    assert (rates["name"], rates["ranks_a_node"]) == ("4 ranks of CPU on one node (network of h100-infiniband)", 4)
     assert taken == ("network_bandwidth", "network_latency")
     assert {(count, nodes) for _, count, nodes in samples} == {(4, 1)}
     assert 0 < rates["link_bandwidth"] != LIKE.link_bandwidth
@@ -87,7 +87,7 @@ def test_one_rank_a_node_measures_the_network_and_takes_the_link_over(ranks):
     rates, taken, samples = ranks(_rates, "abcd")[0]
     assert {(count, nodes) for _, count, nodes in samples} == {(4, 4)}
     assert taken == ("link_bandwidth", "link_latency", "hidden_fraction")
-    assert rates["ranks_a_node"] == 1
+    assert (rates["name"], rates["ranks_a_node"]) == ("4 ranks of CPU on 4 nodes (link of h100-infiniband)", 1)
 
 
 def test_groups_between_nodes_have_one_rank_of_each(ranks):
