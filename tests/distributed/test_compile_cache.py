@@ -35,7 +35,8 @@ def _starts(starts, scale):
         before = counters["aot_autograd"].copy()
         x = torch.ones(2, 4, 8)
         with torch.no_grad():
-            assert torch.allclose(model(x), Small(scale)(x))
+            # of the largest element: one that nearly cancels is off by more of itself, for some of the numbers
+            assert workers.error(model(x), Small(scale)(x)) < workers.LIMIT
         seen = counters["aot_autograd"] - before
         outcome.append([name for name in ("hit", "miss", "bypass") if seen[f"autograd_cache_{name}"]])
     return outcome
