@@ -2,7 +2,7 @@
 
     python bench/step_estimate.py
 
-prints the table of docs/time-model.md in markdown, milliseconds and GB, in two minutes and without a GPU. With --all it
+prints the table of docs/time-model.md in markdown, milliseconds and GB, in a minute and without a GPU. With --all it
 takes every line that the estimate has words for; --rates FILE are those that `ndcompile rates` measured. A line marked
 + ran with loss_only. One marked * is of one rank alone (bench/one_rank.py): its step is compared without communication.
 Exposed and all communication are those of a profile; where the line has none, of another one of the same case. Ratios

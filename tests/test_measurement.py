@@ -214,6 +214,28 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert read_rates(out) == PRESETS["h200-nvlink"]
 
 
+def test_an_error_while_measuring_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nat a line of C++")
+
+    monkeypatch.setattr(command, "measure_rates", fails)
+    assert main(["rates", "--device", "cpu"]) == 2
+    expected = "Measuring failed: Connection closed by peer. If another rank ended, its own message says why."
+    assert capsys.readouterr().err.endswith(f"ndcompile: {expected}\n")
+
+
+def test_refused_options_leave_no_file_and_no_change(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text("name = 'old'\n")
+    for out in (old, new):
+        command._check_writable(out)
+        assert main(["rates", "--device", "cpu", "--out", str(out), "--seconds", "0"]) == 2
+    assert old.read_text() == "name = 'old'\n"
+    assert not new.exists()
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -7,6 +7,7 @@ import math
 import os
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,9 +69,7 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(error, NdcompileError):
             raise
         text = str(error).partition("\n")[0]
-        raise NdcompileError(
-            f"A collective failed: {text}. If another rank ended, its own message says why."
-        ) from error
+        raise NdcompileError(f"Measuring failed: {text}. If another rank ended, its own message says why.") from error
     finally:
         dist.destroy_process_group()
     return 0
@@ -78,18 +77,27 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[Rates, float]:
     """The rates to take over, and the seconds of a measurement."""
-    if options.out is not None:
-        check_output(check_rates_path(options.out))
-        with open(options.out, "a"):  # a file that cannot be written is known now, not after measuring
-            pass
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ValueError(f"--seconds {options.seconds}: give a number above 0.")
-    return find_rates(options.like), options.seconds
+    like = find_rates(options.like)
+    if options.out is not None:
+        _check_writable(check_rates_path(options.out))
+    return like, options.seconds
+
+
+def _check_writable(path: Path) -> None:
+    """Raises OSError now, and not after measuring. Leaves no file, and one that is there as it is."""
+    check_output(path)
+    there = path.exists()
+    with path.open("a"):
+        pass
+    if not there:
+        path.unlink()
 
 
 def _start(device: torch.device) -> None:
     """Start the process group; a process that no launcher started is alone."""
-    if "RANK" not in os.environ and int(os.environ.get("WORLD_SIZE") or "1") > 1:
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise MeshError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no RANK. Start with torchrun.")
     if device.type == "cuda":
         torch.cuda.set_device(device)

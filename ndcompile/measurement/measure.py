@@ -68,7 +68,7 @@ def measure_rates(
 
 def _borrowed(taken: tuple[str, ...], like: Rates) -> str:
     """What a plan's reader is to know of rates that were not measured."""
-    parts = [part for part, rate in (("link", LINKS[1]), ("network", NETWORK[0])) if rate in taken]
+    parts = [part for part in ("link", "network") if f"{part}_bandwidth" in taken]
     return f" ({' and '.join(parts)} of {like.name})" if parts else ""
 
 
