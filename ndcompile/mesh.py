@@ -69,7 +69,8 @@ class StorageMesh:
     """Axes in storage order, size-1 axes left out of `device_mesh` but not of the questions one can ask.
 
     name: the same on all ranks. axes: those of `device_mesh`, and the fused ones. counter: numbers the models compiled
-    on this mesh, alike on all ranks. left_for: why this rank left the groups, empty while it has them.
+    on this mesh, alike on all ranks. left_for: why this rank left the groups, empty while it has them. copies: name of
+    a group -> the one of the same ranks that copies, see copy_engines.
     """
 
     name: str
@@ -78,6 +79,7 @@ class StorageMesh:
     backend: str
     counter: Iterator[int] = field(default_factory=itertools.count)
     left_for: list[str] = field(default_factory=list)
+    copies: dict[str, Any] = field(default_factory=dict)
 
     def size(self, name: str) -> int:
         """Size of an axis; an absent axis has size 1."""
@@ -237,12 +239,17 @@ def leave_groups(mesh: StorageMesh) -> None:
     """Close this rank's connections of every axis, so that ranks that wait for it in a collective of gloo fail at once.
 
     NCCL lets them wait for the time-out of the group: a kernel that has begun does not see that its peer left. The mesh
-    and its models are of no use afterwards. gloo has no abort: it closes when nothing refers to the group.
+    and its models are of no use afterwards. A stream that waits for a flag of copy engines waits until their time-out
+    ends the process: let go, it would send others what it never got. gloo has no abort: it closes when nothing refers
+    to the group.
     """
     for world in _worlds.values():
         for key in [key for key, other in world.meshes.items() if other is mesh]:
             del world.meshes[key]
     names = {axis.group for axis in mesh.axes.values()}
+    for copies in mesh.copies.values():
+        unregister_process_group(copies.alias)
+    mesh.copies.clear()
     groups = [resolve_process_group(name) for name in names]  # type: ignore[arg-type]
     for name in names:
         unregister_process_group(name)  # type: ignore[arg-type]

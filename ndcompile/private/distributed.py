@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch._C._distributed_c10d import Work
 from torch.distributed._symmetric_memory import _pipelined_produce_and_all2all as produce_and_exchange
 from torch.distributed._symmetric_memory import get_symm_mem_workspace
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +62,33 @@ def open_symmetric_memory(group: str) -> None:
     get_symm_mem_workspace(group, min_size=2**20)  # type: ignore[arg-type]
 
 
+def symmetric_zeros(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes that other GPUs can be let into, of no use to them yet."""
+    own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+    torch.get_device_module(device).synchronize(device)  # nobody may write a flag that is yet to be cleared
+    return own
+
+
+def share_symmetric(own: torch.Tensor, group: str) -> tuple[torch.Tensor, list[int], object]:
+    """Let all ranks of a group map `symmetric_zeros`; collective. These, all ranks' addresses, what keeps them alive.
+
+    Raises what torch raises where ranks cannot. Multicast is not used.
+    """
+    handle = symmetric.rendezvous(own, group)  # type: ignore[arg-type]
+    ranks = range(handle.world_size)
+    return own, [handle.get_buffer(rank, (len(own),), torch.uint8).data_ptr() for rank in ranks], handle
+
+
+def time_out(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of a group may take on a device."""
+    return group._get_backend(device).options._timeout
+
+
 __all__ = [
     "CAN_KEEP_RANK_ORDER",
     "NO_OFFSETS",
     "StridedShard",
+    "Work",
     "abort_group",
     "default_group",
     "default_store",
@@ -73,5 +99,8 @@ __all__ = [
     "produce_and_exchange",
     "register_process_group",
     "resolve_process_group",
+    "share_symmetric",
+    "symmetric_zeros",
+    "time_out",
     "unregister_process_group",
 ]
