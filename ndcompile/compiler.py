@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from ndcompile.checkpoint import save_method
+from ndcompile.copy_engines.connect import check_copy_engines, connect
 from ndcompile.derive import with_derived_plan
 from ndcompile.errors import MeshError
 from ndcompile.lowering.async_tp import check_async_tp
@@ -48,6 +49,7 @@ def compile(
     cuda_graphs: bool = False,
     memory_budget: int | str | None = None,
     async_tp: bool = False,
+    copy_engines: bool = False,
 ) -> Model:
     """Shard `model` over `mesh` and make its forward a compiled graph; returns the same model object.
 
@@ -85,6 +87,9 @@ def compile(
     async_tp: with sequence parallelism on CUDA, gather the sequence and reduce onto its shards piece by piece, beside
         the matrix products, through symmetric memory between the GPUs of a tp group, see passes/pipeline_matmuls.py. A
         mesh or config that it does not fit, and a graph that has nothing of that kind, raise UnsupportedError.
+    copy_engines: on CUDA, gather weights and reduce gradients by copies between the GPUs of an fsdp group, which take
+        no multiprocessors from what runs beside them, instead of by NCCL, see copy_engines. Needs GPUs of one host that
+        reach each other's memory, and 768 MiB of each for every group that gathers weights.
 
     The graph is captured at the first forward of each signature. Compile before building the optimizer: parameters are
     replaced by DTensors.
@@ -101,6 +106,7 @@ def compile(
         cuda_graphs=cuda_graphs,
         memory_budget=memory_budget,
         async_tp=async_tp,
+        copy_engines=copy_engines,
     )
     compiled, weights, _ = _shard(model, mesh, distributed_config, checkpoint, options)
     compiled.bind()
@@ -174,10 +180,14 @@ def _shard(
     sizes = mesh_sizes(mesh, ep)
     if options.async_tp:
         check_async_tp(mesh.device_type, sizes["tp"], bool(config.enable_sequence_parallel))
+    if options.copy_engines:
+        check_copy_engines(mesh.device_type, sizes["fsdp"])
     config = with_derived_plan(model, config, sizes["tp"])
     plan = repaired_plan(model, sizes, config, expert_capacity=options.expert_capacity, verify=options.verify)
     compiled = CompiledModel(model, storage_mesh(mesh, ep), plan, options)
-    agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None)
+    agree_before_binding(compiled.agreement, model, plan, weights, checkpoint is not None, options)
+    if options.copy_engines:
+        compiled.connection = connect(compiled.mesh, compiled.agreement, plan)
     return compiled, weights, mesh
 
 

@@ -24,6 +24,7 @@ class Options:
     cuda_graphs: bool = False
     memory_budget: int | None = None
     async_tp: bool = False
+    copy_engines: bool = False
 
 
 def checked_options(
@@ -37,6 +38,7 @@ def checked_options(
     verify: str = "error",
     cuda_graphs: bool = False,
     async_tp: bool = False,
+    copy_engines: bool = False,
 ) -> Options:
     """Raises ValueError for what no model can be compiled with."""
     if backend not in BACKENDS:
@@ -49,9 +51,17 @@ def checked_options(
         raise ValueError("async_tp needs sizes that are numbers. Leave out dynamic=True, or pass dynamic=False.")
     if async_tp and cuda_graphs:
         raise ValueError("async_tp and cuda_graphs were not tried together. Leave one of them out.")
+    if copy_engines and backend == "eager":
+        raise ValueError('copy_engines needs backend "inductor" or "aot_eager": it is a pass on lowered graphs.')
+    if copy_engines and cuda_graphs:
+        raise ValueError("copy_engines and cuda_graphs were not tried together. Leave one of them out.")
+    if copy_engines and "use_copy_engines" in disable_passes:
+        raise ValueError("copy_engines=True asks for the pass that disable_passes leaves out. Leave one of them out.")
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     if budget is not None and backend == "eager":
         raise ValueError('memory_budget needs backend "inductor" or "aot_eager": the eager graph recomputes nothing.')
     check_mode(verify)
     passes = passes_of(disable_passes)
-    return Options(backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget, async_tp)
+    return Options(
+        backend, dynamic, passes, expert_capacity, loss_only, verify, cuda_graphs, budget, async_tp, copy_engines
+    )

@@ -17,7 +17,8 @@ SCRIPT = """
 import models, ndcompile
 from ndcompile.lowering.schedule import Schedule
 plan = ndcompile.plan(models.config("llama", num_hidden_layers=1), {"tp_size": 2}, seq_len=8)
-Schedule(beside_products="tp", groups=plan.traced.groups)(plan.traced.forward.graph)  # as inductor does
+schedule = Schedule(beside_products="tp", groups=plan.traced.groups, copies={"fsdp": "fsdp.copies"})
+schedule(plan.traced.forward.graph)  # as inductor does
 """
 NAMES = ["captured", *pass_names(), *ON_JOINT_GRAPH, *SCHEDULING]
 

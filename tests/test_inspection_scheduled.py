@@ -15,7 +15,7 @@ from ndcompile.inspection.kernels import is_collective, is_wait, name_of
 from ndcompile.inspection.scheduled import PASSES, scheduled
 from ndcompile.inspection.source import model_of
 from ndcompile.inspection.trace import trace
-from ndcompile.lowering.schedule import PIPELINE, SCHEDULING
+from ndcompile.lowering.schedule import SCHEDULING, WITH_GROUPS
 
 ONE = {"dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1}
 
@@ -63,8 +63,8 @@ def test_the_time_of_layers_traced_once_is_that_of_all_layers(name, sizes, overr
     assert once == pytest.approx(every, rel=5e-3)
 
 
-def test_the_passes_are_those_of_the_schedule_but_three():
-    left_out = (PIPELINE, "coalesce_collectives", "reuse_layers")
+def test_the_passes_are_those_of_the_schedule_but_four():
+    left_out = (*WITH_GROUPS, "coalesce_collectives", "reuse_layers")
     assert list(PASSES) == [name for name in SCHEDULING if name not in left_out]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ndcompile.capture.capture import Captured
 from ndcompile.lowering import cuda_graphs
 from ndcompile.lowering.partition import Partitioner, partition_tags
-from ndcompile.lowering.schedule import PIPELINE, SCHEDULING, Schedule, inductor_settings
+from ndcompile.lowering.schedule import SCHEDULING, WITH_GROUPS, Schedule, inductor_settings
 from ndcompile.private.inductor import (
     aot_autograd,
     backward_compiled_with_forward,
@@ -54,6 +54,7 @@ def lower(
     fixed_inputs: Sequence[int] | None = None,
     beside_products: str | None = None,
     groups: Mapping[str, str] = MappingProxyType({}),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Compiled, Partitioner]:
     """Compile the graph; the result takes the graph's inputs in order and is differentiable.
 
@@ -62,6 +63,7 @@ def lower(
     fixed_inputs: for a program that inductor records as a CUDA graph, see `cuda_graphs`.
     beside_products: the process group whose collectives `pipeline_matmuls` rewrites.
     groups: process groups -> names of axes, for the graphs that are published.
+    copies: process groups -> those of the same ranks that `use_copy_engines` puts in their place.
 
     `aot_eager` runs the same partitioned graphs without inductor, `eager` the captured graph as it is. Lowering needs
     the autocast state of the capture: it is here that casts become nodes. The compiled graphs, backward included, then
@@ -84,7 +86,7 @@ def lower(
             if fixed_inputs is not None:
                 disabled = {*disabled, "reuse_layers"}
             disabled = {*disabled, *left_out(fakes)}
-            settings = SUMS_IN_ONE_KERNEL | inductor_settings(disabled, beside_products, groups)
+            settings = SUMS_IN_ONE_KERNEL | inductor_settings(disabled, beside_products, groups, copies)
             settings |= KERNELS_ALIKE if alike else {}
             options: dict[str, Any] = {}
             if fixed_inputs is not None:
@@ -92,7 +94,7 @@ def lower(
             stack.enter_context(own_decompositions())
             compiled: Any = compile_fx(module, fakes, config_patches=settings, **options)
             return compiled, partitioner
-        pipeline = Schedule([*disabled, *(set(SCHEDULING) - {PIPELINE})], beside_products, groups)
+        pipeline = Schedule([*disabled, *(set(SCHEDULING) - WITH_GROUPS)], beside_products, groups, copies)
 
         def run_graph(gm: fx.GraphModule, inputs: Sequence[object], backward: bool = False) -> Callable[..., Any]:
             pipeline(gm.graph)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +19,12 @@ from ndcompile.passes import overlap_communication as overlap
 from ndcompile.passes import overlap_dispatch as dispatch
 from ndcompile.passes import pipeline_matmuls as pipeline
 from ndcompile.passes import reuse_layers as reuse
+from ndcompile.passes import use_copy_engines as use
 from ndcompile.private.inductor import CustomGraphPass, get_hash_for_files
 
-PIPELINE = "pipeline_matmuls"
-"""The one of the passes that needs a process group, and runs only if it is given one."""
+PIPELINE, COPY = "pipeline_matmuls", "use_copy_engines"
+WITH_GROUPS = {PIPELINE, COPY}
+"""The passes that need process groups, and run only if they are given some."""
 
 SCHEDULING: Mapping[str, Callable[..., None]] = {
     PIPELINE: pipeline.pipeline_matmuls,
@@ -32,6 +33,7 @@ SCHEDULING: Mapping[str, Callable[..., None]] = {
     "overlap_dispatch": dispatch.overlap_dispatch,
     "delay_weight_gradients": delay.delay_weight_gradients,
     "overlap_communication": overlap.overlap_communication,
+    COPY: use.use_copy_engines,
     "reuse_layers": reuse.reuse_layers,
 }
 """Name of a pass -> the pass, in order."""
@@ -48,7 +50,7 @@ HELPERS = (
 )
 SOURCES = tuple(
     str(Path(str(module.__file__)))
-    for module in (*HELPERS, pipeline, bucket, coalesce, dispatch, delay, overlap, reuse)
+    for module in (*HELPERS, pipeline, bucket, coalesce, dispatch, delay, overlap, use, reuse)
 )
 
 KEEP_ORDER = {"reorder_for_peak_memory": False}
@@ -64,6 +66,7 @@ class Schedule(CustomGraphPass):
 
     beside_products: the process group whose collectives `pipeline_matmuls` rewrites; None leaves that pass out.
     groups: process groups -> names of axes, for what is published after each pass; no part of the pass's identity.
+    copies: process groups -> those of the same ranks that copy; none leaves `use_copy_engines` out.
     """
 
     def __init__(
@@ -71,27 +74,31 @@ class Schedule(CustomGraphPass):
         disabled: Collection[str] = (),
         beside_products: str | None = None,
         groups: Mapping[str, str] = MappingProxyType({}),
+        copies: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        left_out = {*disabled, PIPELINE} if beside_products is None else disabled
+        given: dict[str, dict[str, Any]] = {PIPELINE: {"group": beside_products}, COPY: {"copies": dict(copies)}}
+        self.given = {name: each for name, each in given.items() if any(each.values())}
+        left_out = {*disabled, *(WITH_GROUPS - self.given.keys())}
         self.names = tuple(name for name in SCHEDULING if name not in left_out)
-        self.group = beside_products
         self.groups = dict(groups)
 
     def __call__(self, graph: fx.Graph) -> None:
         for name in self.names:
-            run = SCHEDULING[name]
-            (partial(run, group=self.group) if name == PIPELINE else run)(graph)
+            SCHEDULING[name](graph, **self.given.get(name, {}))
             publish(name, graph, self.groups)
 
     def uuid(self) -> str:
         """Part of inductor's cache keys."""
-        return f"{get_hash_for_files(SOURCES).hex()} {self.names} {self.group}"
+        return f"{get_hash_for_files(SOURCES).hex()} {self.names} {self.given}"
 
 
 def inductor_settings(
-    disabled: Collection[str], beside_products: str | None = None, groups: Mapping[str, str] = MappingProxyType({})
+    disabled: Collection[str],
+    beside_products: str | None = None,
+    groups: Mapping[str, str] = MappingProxyType({}),
+    copies: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What of torch._inductor.config makes it run the passes and keep their order."""
-    schedule = Schedule(disabled, beside_products, groups)
+    schedule = Schedule(disabled, beside_products, groups, copies)
     settings = FUNCTIONAL if "reuse_layers" in schedule.names else {}
     return {"post_grad_custom_post_pass": schedule} | KEEP_ORDER | settings

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ndcompile.errors import AgreementError, UnsupportedError
+from ndcompile.options import Options
 from ndcompile.parameters.layout import boxes, narrow
 from ndcompile.parameters.storage import ParameterStore
 from ndcompile.plans.sharding_plan import ParameterPlan, ShardingPlan
@@ -38,13 +39,20 @@ def real_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def agree_before_binding(
-    agreement: Agreement, model: nn.Module, plan: ShardingPlan, weights: Mapping[str, Tensor], from_checkpoint: bool
+    agreement: Agreement,
+    model: nn.Module,
+    plan: ShardingPlan,
+    weights: Mapping[str, Tensor],
+    from_checkpoint: bool,
+    options: Options,
 ) -> None:
     """All ranks compile the same model, give its weights in the same way, and hold the same ones.
 
     Raises AgreementError on every rank, with the tensor and the ranks that differ.
     """
-    lines = [plan.model, f"cpu_offload {plan.cpu_offload}", *map(_describe, plan.parameters)]
+    settings = [f"cpu_offload {plan.cpu_offload}", f"copy_engines {options.copy_engines}"]
+    settings.append(f"disable_passes {sorted(options.disabled)}")
+    lines = [plan.model, *settings, *map(_describe, plan.parameters)]
     agreement.same("plan", lines, "the model or its sharding plan")
     sources = agreement.exchange("weights/source", READ if from_checkpoint else "real" if weights else META)
     if len(set(sources)) > 1:

@@ -7,9 +7,10 @@ host memory, and so are the local tensors of gradients: the mesh of a DTensor sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +41,21 @@ class Slot:
 class ParameterStore:
     """All stored parameters of a compiled model, in the plan's order."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: StorageMesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan,
+        mesh: StorageMesh,
+        shared: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Replace the model's parameters by DTensors on the meta device; `materialize` gives them memory.
+
+        shared: FQN -> bytes for a buffer, which other GPUs copy from: it stays there.
 
         `half_loaded` says that a load began and did not end: then the values are of no use.
         """
         self.half_loaded = False
-        self.mesh = mesh
+        self.mesh, self.shared = mesh, shared
         self.pinned = plan.cpu_offload and mesh.device.type != "cpu"
         self.device = HOST if self.pinned else mesh.device
         modules = dict(model.named_modules())
@@ -113,7 +122,10 @@ class ParameterStore:
         slot.buffer, slot.local = buffer, slot.parameter._local_tensor  # type: ignore[attr-defined]
 
     def _memory(self, entry: ParameterPlan, dtype: torch.dtype, zeros: bool) -> Tensor:
-        """A new buffer for a parameter."""
+        """A buffer for a parameter, new but if it is shared."""
+        if (shared := self.shared.get(entry.fqn)) is not None:
+            buffer = shared.view(dtype).view(entry.storage_shape)
+            return buffer.zero_() if zeros else buffer
         if self.pinned:
             return host_memory(tuple(entry.storage_shape), dtype, pinned=True, zeros=zeros)
         return (torch.zeros if zeros else torch.empty)(entry.storage_shape, dtype=dtype, device=self.device)
@@ -149,7 +161,14 @@ class ParameterStore:
                 f"Parameter {slot.entry.fqn!r} now has a local tensor of shape {tuple(local.shape)} on {local.device}; "
                 f"the compiled model needs {tuple(shape)} on {self.device}. Compile again after the change."
             )
-        if local.shape != slot.entry.storage_shape or self.pinned:
+        shared = slot.entry.fqn in self.shared
+        if shared and local.dtype.itemsize != slot.buffer.element_size():
+            raise UnsupportedError(
+                f"Parameter {slot.entry.fqn!r} became {local.dtype}: copy_engines=True shares its memory between GPUs, "
+                f"which is of the size of {slot.buffer.dtype}. Set dtypes before ndcompile.compile."
+            )
+        if local.shape != slot.entry.storage_shape or self.pinned or shared:
+            local = local.clone() if shared else local  # it may be in the buffer
             buffer = self._memory(slot.entry, local.dtype, zeros=True)
             view = self._without_padding(slot.entry, buffer)
             with torch.no_grad():

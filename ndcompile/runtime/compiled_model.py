@@ -27,6 +27,7 @@ from ndcompile.capture.capture import Captured, capture
 from ndcompile.capture.loss_only import drop_logits, explain_logits
 from ndcompile.capture.shadow import Shadow
 from ndcompile.capture.signature import checkpointed_layers, describe, layers_of, model_state
+from ndcompile.copy_engines.connect import Connection
 from ndcompile.errors import CaptureError
 from ndcompile.graphs.pass_context import PassContext
 from ndcompile.graphs.recompute_choice import Choice, Stages, common
@@ -73,6 +74,7 @@ class CompiledModel:
         self.repeats, self.replay = False, cast("Replay | None", None)
         self.cache_memory: dict[object, CacheMemory] = {}
         self.dropped: dict[str, Tensor] = {}
+        self.connection = Connection()
         self.seeds = Seeds(mesh)
         self.checked_steps = self.loads = self.saves = self.generations = 0
         self.checks_every_input = False
@@ -82,7 +84,7 @@ class CompiledModel:
     def bind(self, forward: Callable[..., Any] | None = None) -> None:
         """Make the model a compiled one: DTensor parameters, this object or `forward` as forward, refusals."""
         model = self.model
-        self.store = ParameterStore(model, self.plan, self.mesh)
+        self.store = ParameterStore(model, self.plan, self.mesh, self.connection.shards)
         self.arguments = GraphArguments(model, self.mesh, self.store, self.accumulation)
         model.forward = forward or self
         model.sharding_plan = self.plan
@@ -245,7 +247,8 @@ class CompiledModel:
             disabled=self.options.disabled,
             fixed_inputs=fixed,
             beside_products=beside,
-            groups=groups,
+            groups=groups | {copies: groups[group] for group, copies in self.connection.copies.items()},
+            copies=self.connection.copies,
         )
         lines = collective_lines(captured.module.graph, groups)
         if signature.programs:

@@ -199,10 +199,14 @@ class Agreement:
             self._of_mesh.set("gave up", reason)
         self.leave(reason)
 
-    def _begun(self) -> list[tuple[list[int], int]]:
-        """Ranks of this rank's groups, and how many collectives it has begun on each."""
-        groups = [resolve_process_group(axis.group) for axis in self.mesh.axes.values()]  # type: ignore[arg-type]
-        return [(dist.get_process_group_ranks(group), collectives_begun(group)) for group in groups]
+    def _begun(self) -> list[tuple[list[Any], int]]:
+        """What tells this rank's groups apart (their ranks), and how many collectives it has begun on each."""
+        groups = {axis.group: resolve_process_group(axis.group) for axis in self.mesh.axes.values()}  # type: ignore[arg-type]
+        members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+        begun: list[tuple[list[Any], int]] = [(members[name], collectives_begun(groups[name])) for name in groups]
+        for name, copies in self.mesh.copies.items():
+            begun += [([kind, *members[name]], number) for kind, number in copies.exchanges.begun.items()]
+        return begun
 
     def same(self, key: str, value: Sequence[str], what: str, about: str = "") -> None:
         """Raise AgreementError on every rank unless all gave equal lists of lines.

@@ -11,6 +11,7 @@ from ndcompile.lowering import lower
 from ndcompile.lowering.schedule import SCHEDULING, Schedule
 
 ONE = {"num_hidden_layers": 1}
+COPIES = {"fsdp": "fsdp.copies"}
 
 
 def _leave_out_on_cpu(names):
@@ -84,19 +85,21 @@ def test_collectives_overlap_on_gpus_only():
 
 
 def test_each_pass_can_be_left_out():
-    assert Schedule(beside_products="tp").names == tuple(SCHEDULING)
+    assert Schedule(beside_products="tp", copies=COPIES).names == tuple(SCHEDULING)
     for name in SCHEDULING:
-        assert Schedule([name], "tp").names == tuple(each for each in SCHEDULING if each != name)
+        assert Schedule([name], "tp", copies=COPIES).names == tuple(each for each in SCHEDULING if each != name)
 
 
-def test_matrix_products_are_pipelined_only_over_a_group():
-    assert Schedule().names == tuple(each for each in SCHEDULING if each != "pipeline_matmuls")
+def test_passes_that_need_groups_run_only_with_some():
+    without = {"pipeline_matmuls", "use_copy_engines"}
+    assert Schedule().names == tuple(each for each in SCHEDULING if each not in without)
 
 
 def test_cached_code_of_other_passes_is_not_used():
     choices = [[], *([name] for name in SCHEDULING)]
-    identities = {Schedule(disabled, group).uuid() for disabled in choices for group in ("tp", "other")}
-    assert len(identities | {Schedule().uuid()}) == 2 * len(choices) + 1
+    groups = [("tp", COPIES), ("other", COPIES), ("tp", {"fsdp": "others"})]
+    identities = {Schedule(disabled, tp, copies=fsdp).uuid() for disabled in choices for tp, fsdp in groups}
+    assert len(identities | {Schedule().uuid()}) == 3 * len(choices) + 1
 
 
 def test_the_error_of_an_unknown_pass_names_them():
