@@ -39,10 +39,11 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """dynamo: through torch.compile. disabled: passes to leave out."""
+    """dynamo: through torch.compile. disabled: passes to leave out. copy_engines: of ndcompile.compile."""
 
     dynamo: bool
     disabled: tuple[str, ...]
+    copy_engines: bool = False
 
 
 def build(config: Any, dtype: torch.dtype, folder: Path, skewed: bool) -> Any:
@@ -100,7 +101,7 @@ def sharded(config: Any, dtype: torch.dtype, folder: Path | None, layout: dict[s
     asked = DistributedConfig(tp_size=layout.get("tp", 1), fsdp_size=layout.get("fsdp", 1), ep_size=layout.get("ep", 1))
     given = {"distributed_config": asked, "checkpoint": folder, "disable_passes": options.disabled}
     if not options.dynamo:
-        return ndcompile.compile(model, mesh, **given)
+        return ndcompile.compile(model, mesh, copy_engines=options.copy_engines, **given)
     ndcompile.prepare(model, mesh, **given)
     model.compile(backend="ndcompile", fullgraph=True)
     return model
@@ -187,7 +188,7 @@ def check(config: Any, layout: dict[str, int], folder: Path, args: argparse.Name
     vocabulary = config.get_text_config().vocab_size
     exact = build(config, torch.float32, folder / "float32", args.skewed)
     losses, expected = reference(exact, *batch(vocabulary, ranks), ranks)
-    options = Options(args.torch_compile, tuple(args.disable))
+    options = Options(args.torch_compile, tuple(args.disable), args.copy_engines)
     loss, found, rank, changed = compiled(config, torch.float32, folder / "float32", layout, options, args.resume)
     error, name = worst(found, expected)
     rounded = build(config, torch.bfloat16, folder / "bf16", args.skewed)
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--skewed", action="store_true", help="route all tokens to the first four experts")
     parser.add_argument("--torch-compile", action="store_true", help="by ndcompile.prepare and torch.compile")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
+    parser.add_argument("--copy-engines", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--generate", action="store_true", help="also compare the tokens of greedy decoding")
     parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
     parser.add_argument("--out", type=Path)
@@ -241,6 +243,7 @@ def main() -> None:
                 line = json.dumps(
                     {"model": path.stem, "layout": text, "skewed": args.skewed, "torch.compile": args.torch_compile}
                     | ({"disabled": args.disable} if args.disable else {})
+                    | ({"copy_engines": True} if args.copy_engines else {})
                     | result
                 )
                 print(line, flush=True)

@@ -49,7 +49,7 @@ ROWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("moe-4xH200", {"case": "ndcompile:fsdp=2,tp=2,ep=4", "exchange": "all_gather"}),
 )
 """The table of the docs: a file, and which of its lines."""
-IN_ORDER = {"chunks-in-order-2xH200", "hidden-2xH200", "one-rank-H200", "peers-2xH200"}
+IN_ORDER = {"chunks-in-order-2xH200", "copies-2xH200", "hidden-2xH200", "one-rank-H200", "peers-2xH200"}
 """Files whose loss_only holds the logits of one chunk at a time. Others were measured when inductor held those of all
 chunks, and their peaks are not compared."""
 HEAD = (

@@ -113,7 +113,7 @@ def build_ndcompile(args: argparse.Namespace, sizes: dict[str, int]) -> Any:
     with torch.device("meta"):  # from_config with a dtype leaves buffers in float32
         model = AutoModelForCausalLM.from_config(config(args.model, args.layers), dtype=torch.bfloat16)
     options = {"loss_only": args.loss_only, "disable_passes": args.disable, "memory_budget": args.memory_budget}
-    options["async_tp"] = args.async_tp
+    options |= {"async_tp": args.async_tp, "copy_engines": args.copy_engines}
     if "dp_replicate" in sizes:  # which DistributedConfig has no word for
         options["mesh"] = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     else:
@@ -236,6 +236,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if system == "ndcompile":
         options = {"loss_only": args.loss_only, "sequence_parallel": args.sequence_parallel, "disabled": args.disable}
         options |= {"memory_budget": args.memory_budget, "async_tp": args.async_tp, "keep": args.keep}
+        options["copy_engines"] = args.copy_engines
         asked |= {name: value for name, value in options.items() if value}
     asked |= {"cpu_offload": True} if args.cpu_offload else {}
     result: dict[str, Any] = {
@@ -273,7 +274,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         means = torch.stack(losses)
         dist.all_reduce(means, dist.ReduceOp.AVG)
         result["losses"] = [round(each, 4) for each in means.tolist()]
-    return result | figures(args, times, loss, active_parameters(args, model))
+    return result | figures(args, times, loss, model)
 
 
 def compile_seconds(model: Any) -> dict[str, float]:
@@ -290,7 +291,17 @@ def active_parameters(args: argparse.Namespace, model: Any) -> float:
     return sum(sizes.values()) - settings.vocab_size * settings.hidden_size
 
 
-def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, active: float) -> dict[str, Any]:
+def shared_memory(model: Any) -> int:
+    """Bytes that torch's allocator does not count: what GPUs share with `copy_engines`."""
+    if "ndcompile" not in type(model.forward).__module__:
+        return 0
+    compiled = compiled_model(model)
+    slots = sum(group.exchanges.layout.size for group in compiled.mesh.copies.values())
+    return slots + sum(len(arena.own) for arena in compiled.connection.arenas)
+
+
+def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, model: Any) -> dict[str, Any]:
+    active = active_parameters(args, model)
     median = statistics.median(times)
     tokens, world = args.batch * args.sequence, dist.get_world_size()
     heads = config(args.model, args.layers).num_attention_heads  # of 128 in all models
@@ -300,7 +311,7 @@ def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, ac
         "min_ms": round(min(times) * 1e3, 1),
         "tokens_s_gpu": round(tokens / median / world),
         "mfu": round(flops / median / world / PEAK_FLOPS, 3),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_gb": round((torch.cuda.max_memory_allocated() + shared_memory(model)) / 1e9, 2),
         "loss": round(loss.item(), 4),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -320,14 +331,19 @@ def profile(step: Callable[[], Any], path: str) -> dict[str, float]:
     with open(path, "w") as out:
         out.write(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
     kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [("nccl" in event.name.lower(), event.time_range.start, event.time_range.end) for event in kernels]
-    communication = merged((start, end) for is_nccl, start, end in spans if is_nccl)
-    computation = merged((start, end) for is_nccl, start, end in spans if not is_nccl)
+    spans = [(communicates(event.name), event.time_range.start, event.time_range.end) for event in kernels]
+    communication = merged((start, end) for moves, start, end in spans if moves)
+    computation = merged((start, end) for moves, start, end in spans if not moves)
     together = length(communication) + length(computation) - length(merged(communication + computation))
     return {
         "communication_ms": round(length(communication) / 1e3, 1),
         "exposed_ms": round((length(communication) - together) / 1e3, 1),
     }
+
+
+def communicates(name: str) -> bool:
+    """Kernels of NCCL, and copies between GPUs."""
+    return "nccl" in name.lower() or "PtoP" in name
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -354,6 +370,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--loss-only", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--sequence-parallel", action="store_true", help="ndcompile with enable_sequence_parallel")
     parser.add_argument("--async-tp", action="store_true", help="of ndcompile.compile, with --sequence-parallel")
+    parser.add_argument("--copy-engines", action="store_true", help="of ndcompile.compile")
     parser.add_argument("--disable", nargs="*", default=[], help="passes of ndcompile to leave out")
     parser.add_argument("--keep", action="store_true", help="weights of layers gathered in forward, for backward too")
     parser.add_argument("--cpu-offload", action="store_true", help="fsdp_cpu_offload")
