@@ -3,10 +3,10 @@
     torchrun --nproc-per-node=2 bench/copy_engines.py [--out lines.jsonl] [--rounds 300]
 
 First `rounds` collectives of random sizes and dtypes, under way several at once, some beside matrix products and some
-with a rank that comes late: gathers must be bit-equal to NCCL's, reductions to the sum of all ranks' in float64,
-rounded. Then 24 collectives of 54 MiB a rank: alone, and between matrix products, each begun in front of one and waited
-for two products later, as a step does, whose time they make longer. Medians of 7; products are at the limit of the
-GPU's power, so they vary by 1 to 2%.
+with a rank that comes late: gathers must be bit-equal to NCCL's, reductions within 2^-7 (bfloat16) or 2^-20 (float32),
+relative and absolute, of the sum in float64. Then 24 collectives of 54 MiB a rank: alone, and beside matrix products, of
+which one begins in front of each and is waited for two products later, as in a step. Medians of 7; products are at the
+limit of the GPU's power, so they vary by 1 to 2%.
 """
 
 from __future__ import annotations

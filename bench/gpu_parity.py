@@ -223,6 +223,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/gpu-parity"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.copy_engines and args.torch_compile:
+        parser.error("--copy-engines is an option of ndcompile.compile, not of ndcompile.prepare")
     transformers.logging.set_verbosity_error()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
