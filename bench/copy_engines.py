@@ -4,8 +4,8 @@
 
 First `rounds` collectives of random sizes and dtypes, under way several at once, some beside matrix products and some
 with a rank that comes late: gathers must be bit-equal to NCCL's, reductions within 2^-7 (bfloat16) or 2^-20 (float32),
-relative and absolute, of the sum in float64. Then 24 collectives of 54 MiB a rank: alone, and beside matrix products, of
-which one begins in front of each and is waited for two products later, as in a step. Medians of 7; products are at the
+relative and absolute, of the sum in float64. Then 24 collectives of 54 MiB a rank: alone, and beside matrix products:
+one begins in front of each and is waited for two products later, as in a step. Medians of 7; products are at the
 limit of the GPU's power, so they vary by 1 to 2%.
 """
 
