@@ -101,19 +101,14 @@ class Ranks:
             queues.stream = stream
 
     def run(self, speeds):
-        """Until all is done; `speeds` are how often each rank gets on, beside the others."""
-        lanes = [(rank, lane) for rank in range(len(self.ranks)) for lane in QUEUES]
-        weights = [speeds[rank] for rank, _ in lanes]
-        stuck = 0
-        while any(self.queues[rank].waiting[lane] for rank, lane in lanes):
-            rank, lane = random.choices(lanes, weights)[0]
-            waiting = self.queues[rank].waiting[lane]
-            if waiting and waiting[0][0]():
-                waiting.popleft()[1]()
-                stuck = 0
-            else:
-                stuck += 1
-            assert stuck < 20_000, "nobody gets on"
+        """Until all is done; `speeds` are how often each rank gets on beside the others, as some of its lanes do."""
+        lanes = [queues.waiting[lane] for queues in self.queues for lane in QUEUES]
+        weights = [speed * random.choice([1, 1, 30]) for speed in speeds for _ in QUEUES]
+        while any(lanes):
+            ready = [(lane, weight) for lane, weight in zip(lanes, weights, strict=True) if lane and lane[0][0]()]
+            assert ready, "nobody gets on"
+            (lane,) = random.choices([lane for lane, _ in ready], [weight for _, weight in ready])
+            lane.popleft()[1]()
 
 
 def collectives(ranks, rounds, streams=(HERE,)):
