@@ -29,13 +29,14 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from kernel_times import profile
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -317,48 +318,6 @@ def figures(args: argparse.Namespace, times: list[float], loss: torch.Tensor, mo
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def profile(step: Callable[[], Any], path: str) -> dict[str, float]:
-    """Write a table of kernels; returns milliseconds of communication in the step, and how many of them no other kernel
-    ran."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
-    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        step()
-        torch.cuda.synchronize()
-    with open(path, "w") as out:
-        out.write(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=70))
-    kernels = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [(communicates(event.name), event.time_range.start, event.time_range.end) for event in kernels]
-    communication = merged((start, end) for moves, start, end in spans if moves)
-    computation = merged((start, end) for moves, start, end in spans if not moves)
-    together = length(communication) + length(computation) - length(merged(communication + computation))
-    return {
-        "communication_ms": round(length(communication) / 1e3, 1),
-        "exposed_ms": round((length(communication) - together) / 1e3, 1),
-    }
-
-
-def communicates(name: str) -> bool:
-    """Kernels of NCCL, and copies between GPUs."""
-    return "nccl" in name.lower() or "PtoP" in name
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of time spans, as spans that do not touch."""
-    union: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((start, end))
-    return union
-
-
-def length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in spans)
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
